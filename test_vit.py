@@ -839,7 +839,7 @@ def test_help_and_version(capsys):
     text = capsys.readouterr().out
     for group in ("data:", "model:", "optimisation:", "run:"):
         assert f"\n{group}\n" in text
-    assert "--num-heads" in text and "(default: 0.02)" in text and "--num-classes" not in text
+    assert "--num-heads" in text and "(default: 0.01)" in text and "--num-classes" not in text
 
 
 def test_a_variant_sets_the_size_and_what_is_typed_wins(monkeypatch):

@@ -117,7 +117,7 @@ class TrainConfig(Config):
     batch_size: int = option("optimisation", 128, "images in a step", 1, 65_536)
     optimizer: str = option("optimisation", "muon", "muon for the matrices of the blocks and "
                             "adamw for the rest, or adamw for all", choices=("muon", "adamw"))
-    muon_lr: float = option("optimisation", 0.02, "peak learning rate of Muon", 0, 100)
+    muon_lr: float = option("optimisation", 0.01, "peak learning rate of Muon", 0, 100)
     lr: float = option("optimisation", 1e-3, "peak learning rate of AdamW", 0, 100)
     weight_decay: float = option("optimisation", 0.05, "pull of the matrices to 0", 0, 100)
     warmup: float = option("optimisation", 0.1, "share of the run with a rising rate", 0, 0.9)
