@@ -56,6 +56,17 @@ def few_shapes(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The checkpoint of a small model after an epoch of a few shapes."""
+    out = tmp_path_factory.mktemp("trained") / "vit.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit.SHAPE_COUNTS, "train", 32)
+        patch.setitem(vit.SHAPE_COUNTS, "test", 10)
+        assert vit.main(["train", "--data", "shapes", "--epochs", "1", "--out", str(out), *TINY_RUN]) == 0
+    return out
+
+
 def size_of(path):
     with Image.open(path) as image:
         return image.size
@@ -335,18 +346,74 @@ def test_shapes():
 
 def test_augment_is_a_shift_and_a_flip():
     torch.manual_seed(0)
-    images = torch.randint(0, 256, (32, 3, 8, 8), dtype=torch.uint8)
-    mean, std = torch.full((3, 1, 1), 0.4), torch.full((3, 1, 1), 0.2)
-    data = vit.Data(images, None, None, None, [], mean, std, shift=2)
-    out, seen = vit.augment(images, data), set()
-    padded = F.pad((images.float() / 255 - 0.4) / 0.2, (2, 2, 2, 2))
+    images, seen = random_images(32, 3, 8, 8), set()
+    out, padded = vit.shift_and_flip(images, 2), F.pad(images, (2, 2, 2, 2))
     for i in range(32):
         for y, x, flip in ((y, x, flip) for y in range(5) for x in range(5) for flip in (0, 1)):
             window = padded[i, :, y:y + 8, x:x + 8]
-            if torch.allclose(out[i], window.flip(-1) if flip else window):
+            if torch.equal(out[i], window.flip(-1) if flip else window):
                 seen.add((i, y, x, flip))
     assert len(seen) == 32                                      # each image is exactly one of them
-    assert {s[1] for s in seen} == {s[2] for s in seen} == set(range(5)) and {s[3] for s in seen} == {0, 1}
+    assert {s[1] for s in seen} == {s[2] for s in seen} == set(range(5))
+    assert {s[3] for s in seen} == {0, 1}
+
+
+def noise_data(classes=4, alter=True):
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    return vit.Data(images, torch.arange(64) % classes, images, torch.arange(64) % classes,
+                    list("abcdefgh"[:classes]), torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.25),
+                    alter)
+
+
+def test_policy_changes_pixels_and_leaves_labels():
+    data = noise_data(alter=False)
+    images, labels = vit.augment(data.images, data.labels, data, policy=1.0)
+    assert torch.equal(labels, data.labels)
+    plain = vit.normalise(data.images, data.mean, data.std)
+    changed = [not torch.equal(x, p) and not torch.equal(x, p.flip(-1)) for x, p in zip(images, plain)]
+    assert 0.5 < sum(changed) / 64 <= 1
+    slices = torch.tensor(changed).reshape(8, 8).float().mean(1)
+    assert slices.unique().numel() > 1 or slices[0] == 1        # an operation for each slice
+
+
+def test_mixed_labels_say_how_much_of_whom():
+    """Images that are the number of their class everywhere: then the mean of a mixed image must be
+    the mean under its label, whichever way it was mixed."""
+    data = noise_data(alter=False)
+    data.images = (60 * data.labels[:, None, None, None]).expand(-1, 3, 16, 16).to(torch.uint8)
+    for _ in range(8):
+        images, labels = vit.augment(data.images, data.labels, data, mix=1.0)
+        assert labels.shape == (64, 4)
+        torch.testing.assert_close(labels.sum(1), torch.ones(64))
+        seen = (images.mean(dim=(1, 2, 3)) * 0.25 + 0.5) * 255
+        torch.testing.assert_close(seen, 60 * (labels @ torch.arange(4.0)), atol=1e-2, rtol=1e-4)
+
+
+def test_strength_grows_with_the_run():
+    assert [vit.strong_share(epochs) for epochs in (1, 10, 55, 100, 300)] == [0, 0, 0.5, 1, 1]
+
+
+def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeypatch):
+    seen, real = [], vit.augment
+
+    def spy(images, labels, data, policy, mix):
+        seen.append((policy, mix))
+        return real(images, labels, data, policy, mix)
+
+    monkeypatch.setattr(vit, "augment", spy)
+    config = vit.TrainConfig(epochs=100, batch_size=32)
+    model = vit.ViT(vit.ViTConfig(**(SMALL | {"num_classes": 4})))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run = vit.Run(model, vit.make_optimizers(model, config), scaler, [])
+    for done in (0, 89, 90, 99):
+        run.history = [None] * done
+        loss, accuracy = vit.train_epoch(run, noise_data(), config, torch.float32)
+        assert math.isfinite(loss) and 0 <= accuracy <= 1
+    assert seen[::2] == [(1, 1), (1, 1), (1, 0), (1, 0)]
+    run.history = []
+    vit.train_epoch(run, noise_data(alter=False), config, torch.float32)
+    assert seen[-1] == (0, 0)
 
 
 def test_cifar10_as_torchvision_reads_it(monkeypatch, tmp_path):
@@ -364,7 +431,7 @@ def test_cifar10_as_torchvision_reads_it(monkeypatch, tmp_path):
     config = vit.TrainConfig(batch_size=16)
     data = vit.load_data(config, 32, torch.device("cpu"))
     assert data.images.shape == (50, 3, 32, 32) and data.test_images.shape == (10, 3, 32, 32)
-    assert data.classes == names and data.labels.tolist() == list(range(10)) * 5 and data.shift == 4
+    assert data.classes == names and data.labels.tolist() == list(range(10)) * 5 and data.alter
     assert torch.equal(data.test_images.reshape(10, -1), torch.from_numpy(batch["data"]))
     exact = data.images.double().div(255)
     torch.testing.assert_close(data.mean.flatten().double(), exact.mean((0, 2, 3)), atol=1e-5, rtol=0)
@@ -399,6 +466,23 @@ def test_images_from_the_world(tmp_path):
     assert len(read(ramp, "deep.png").getcolors()) > 250
     assert read(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "print.jpg").getpixel((0, 0))[0] > 200
     assert read(Image.new("L", (1, 1), 7), "dot.png").getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_extreme_sizes_are_drawn(trained, tmp_path, capsys):
+    for size in ((1, 1), (32, 4000), (8000, 6000)):
+        out = tmp_path / f"{size[0]}.png"
+        Image.new("RGB", size, "teal").save(tmp_path / "image.jpg")
+        assert vit.main(["viz", "--ckpt", str(trained), "--image", str(tmp_path / "image.jpg"),
+                         "--out", str(out)]) == 0
+        assert size_of(out) == (1600, 900) and ("enlarged" in capsys.readouterr().err) == (size[0] == 1)
+
+
+def test_more_pixels_than_pillow_allows(monkeypatch, tmp_path):
+    Image.new("L", (100, 100)).save(tmp_path / "large.png")
+    for limit in (9_000, 4_000):                                # a warning of Pillow's, and an error
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(vit.InputError, match="large.png.*10000 pixels"):
+            vit.open_image(tmp_path / "large.png")
 
 
 def test_animation_gives_its_first_frame(tmp_path, capsys):
@@ -590,6 +674,30 @@ def test_train_resume_viz(few_shapes, capsys):
     assert not list(few_shapes.glob("*.tmp"))
 
 
+def test_viz_target_and_what_it_learnt(few_shapes, trained, capsys):
+    command = ["viz", "--ckpt", str(trained)]
+    assert vit.main([*command, "--image", "test:1", "--target", "blue ring", "--out", "blue.png"]) == 0
+    assert vit.main([*command, "--image", "test:1", "--target", "red disc", "--out", "red.png"]) == 0
+    assert Path("blue.png").read_bytes() != Path("red.png").read_bytes()
+    assert vit.main(command) == 0 and size_of("learnt.png") == (1600, 540)
+
+
+def test_eval_counts(few_shapes, trained, monkeypatch, capsys):
+    """Accuracy by class and mistakes, against a count by hand; the same figure as the log's."""
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "test", 10)
+    assert vit.main(["eval", "--ckpt", str(trained)]) == 0
+    out = capsys.readouterr().out
+    assert f"test accuracy {vit.load_checkpoint(trained)['history'][-1]['test_accuracy']:.2%}" in out
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "test", 20)
+    guesses = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 2, 3, 5, 5, 6, 1, 8, 1])
+    monkeypatch.setattr(vit, "predict", lambda *args: F.one_hot(guesses, 10).float())
+    assert vit.main(["eval", "--ckpt", str(trained)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "test accuracy 80.00% on 20 images of shapes" in lines
+    assert "   50.0%  red ring" in lines and "  100.0%  red disc" in lines
+    assert "       1  red ring taken for red disc" in lines
+
+
 def test_a_seed_fixes_the_run(few_shapes):
     weights = []
     for seed in ("3", "3", "4"):
@@ -611,8 +719,8 @@ def test_evaluation_counts(monkeypatch):
     logits = torch.tensor([[9, 0, 0], [9, 0, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0.0]])
     data = vit.Data(None, None, (logits[:, :, None, None] * 20).to(torch.uint8),
                     torch.tensor([0, 1, 1, 2, 2]), ["a", "b", "c"], torch.zeros(3, 1, 1),
-                    torch.full((3, 1, 1), 20 / 255), 0)
-    loss, accuracy = vit.evaluate(torch.nn.Flatten(), data, torch.float32, batch_size=2)
+                    torch.full((3, 1, 1), 20 / 255), False)
+    loss, accuracy = vit.evaluate(torch.nn.Flatten(), data, torch.float32)
     assert accuracy == pytest.approx(0.6)
     assert loss == pytest.approx(F.cross_entropy(logits, data.test_labels).item(), rel=1e-4)
 
@@ -649,9 +757,9 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_checkpoints_are_checked(few_shapes, capsys):
-    vit.main(["train", "--data", "shapes", "--epochs", "1", *TINY_RUN])
-    whole = Path("vit.pt").read_bytes()
+def test_checkpoints_are_checked(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = trained.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     for name, content, says in (("flipped.pt", flipped, "damaged"), ("cut.pt", whole[:-100], "not a whole"),
@@ -659,8 +767,7 @@ def test_checkpoints_are_checked(few_shapes, capsys):
         Path(name).write_bytes(content)
         with pytest.raises(vit.InputError, match=says):
             vit.load_checkpoint(name)
-    state = vit.load_checkpoint("vit.pt")["model"]
-    model = vit.ViT(vit.load_checkpoint("vit.pt")["vit"])
+    state, model = vit.load_checkpoint(trained)["model"], vit.restore_model(trained)[1]
     vit.load_weights(model, {"module._orig_mod." + name: value for name, value in state.items()})
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
@@ -734,6 +841,81 @@ def test_relevance_pairs_each_gradient_with_its_block():
     torch.testing.assert_close(vit.relevance(model, images, 4)[0], row)
 
 
+def planted_model():
+    """One block, one head, weights by hand: a red patch speaks for class 0, a blue one for class 1.
+
+    Channel 0 of a token is its redness, 1 its blueness; attention is uniform; v moves redness to
+    channel 2 and blueness to channel 3; and the head reads these two.
+    """
+    model = vit.ViT(vit.ViTConfig(image_size=8, patch_size=4, dim=8, depth=1, num_heads=1,
+                                  num_classes=2)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        model.patch_embed.proj.weight[0, 0] = model.patch_embed.proj.weight[1, 2] = 1 / 16
+        attn = model.blocks[0].attn
+        attn.qkv.weight[16 + 2, 0] = attn.qkv.weight[16 + 3, 1] = 1.0
+        attn.proj.weight.copy_(torch.eye(8))
+        model.head.weight[0, 2] = model.head.weight[1, 3] = 1.0
+    return model
+
+
+def test_relevance_follows_the_class():
+    model, images = planted_model(), torch.zeros(1, 3, 8, 8)
+    images[0, 0, :4, 4:] = 1                                    # patch 1 is red
+    images[0, 2, 4:, :4] = 1                                    # patch 2 is blue
+    red, blue = (vit.relevance(model, images, c)[0] for c in (0, 1))
+    assert red.argmax() == 1 and blue.argmax() == 2
+    assert red[1] > 0.01 and red[1] > 10 * red[2] and blue[2] > 10 * blue[1]
+    _, attention = model(images, return_attention=True)         # these two know of no class
+    torch.testing.assert_close(attention[0][0, 0, 0], torch.full((5,), 0.2))
+    torch.testing.assert_close(vit.attention_rollout(attention)[0], torch.full((4,), 0.1))
+
+
+def test_attention_distance():
+    def uniform(n):
+        return torch.full((2, 3, n, n), 1 / n)
+
+    assert vit.attention_distance([uniform(65)], (8, 8), 4)[0, 2] == pytest.approx(16.5459, abs=1e-4)
+    assert vit.attention_distance([uniform(5)] * 2, (2, 2), 4)[1, 0] == pytest.approx(3.41421, abs=1e-5)
+    assert vit.attention_distance([torch.eye(5).expand(1, 1, 5, 5)], (2, 2), 4).abs().max() == 0
+    up = torch.eye(7)                                           # on a grid of 3 x 2, each looks up
+    for patch in range(2, 6):
+        up[1 + patch] = torch.eye(7)[1 + patch - 2]
+    assert vit.attention_distance([up.expand(1, 1, 7, 7)], (3, 2), 4)[0, 0] == pytest.approx(4 * 4 / 6)
+
+
+def mass_and_pointing(maps, masks, patch_size):
+    """Mass of (n, N-1) maps in the masks (n, S, S), over the masks' share; rate of peaks that touch."""
+    share = F.avg_pool2d(masks[:, None].float(), patch_size).flatten(1)             # (n, N-1)
+    mass = (maps / maps.sum(1, keepdim=True) * share).sum(1) / share.mean(1)
+    return mass.mean().item(), (share.gather(1, maps.argmax(1, keepdim=True)) > 0).float().mean().item()
+
+
+def test_maps_find_the_object(few_shapes, monkeypatch):
+    """A model trained for seconds looks at the coloured figure, far more than chance would."""
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 1600)
+    size = "--image-size 16 --patch-size 2 --dim 48 --depth 2 --num-heads 3 --batch-size 64".split()
+    assert vit.main(["train", "--data", "shapes", "--epochs", "8", *size, "--device", "cpu"]) == 0
+    checkpoint, model, mean, std = vit.restore_model("vit.pt")
+    images, labels, masks = vit.make_shapes(200, 16, seed=1)
+    x, results = vit.normalise(images, mean, std), {}
+    torch.manual_seed(0)
+    for name, net in (("trained", model), ("untrained", vit.ViT(checkpoint["vit"]).eval())):
+        attention = net(x, return_attention=True)[1]
+        results[name, "cls"] = mass_and_pointing(attention[-1].mean(1)[:, 0, 1:], masks, 2)
+        results[name, "relevance"] = mass_and_pointing(vit.relevance(net, x, labels) + 1e-12, masks, 2)
+    place = torch.arange(8) - 3.5
+    blob = torch.exp(-(place[:, None] ** 2 + place**2) / 8).flatten().expand(200, -1)
+    blob = mass_and_pointing(blob, masks, 2)
+    assert checkpoint["history"][-1]["train_accuracy"] > 0.6
+    for name in ("cls", "relevance"):
+        mass, pointing = results["trained", name]
+        assert mass > 2 and mass > 1.2 * blob[0] and mass > 1.5 * results["untrained", name][0], results
+        assert pointing > 0.8 and pointing > blob[1] + 0.2, results
+    print(results, blob)
+
+
 def test_a_map_of_zeros_stays_zeros():
     assert torch.equal(vit.times_uniform(torch.zeros(2, 9)), torch.zeros(2, 9))
 
@@ -754,14 +936,10 @@ def test_a_map_of_zeros_and_odd_sizes_can_be_drawn(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
+def workshop(tmp_path_factory, trained):
     """A folder with a small checkpoint and files that are wrong in one way each."""
     root = tmp_path_factory.mktemp("workshop")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setitem(vit.SHAPE_COUNTS, "train", 32)
-        patch.setitem(vit.SHAPE_COUNTS, "test", 10)
-        assert vit.main(["train", "--data", "shapes", "--epochs", "1", *TINY_RUN]) == 0
+    (root / "vit.pt").write_bytes(trained.read_bytes())
     make_folder(root / "good")
     make_folder(root / "flat", splits=("photos",))
     make_folder(root / "lonely", classes=("cat",))
@@ -797,7 +975,9 @@ BAD = [
     ("train --resume text.png", "text.png"), ("train --resume vit.pt", "--epochs"),
     ("train --resume vit.pt --epochs 3 --dim 64", "--dim is 32"),
     ("train --resume vit.pt --epochs 3 --data good", "--data"),
-    ("viz --ckpt vit.pt", "--image"), ("viz --ckpt missing.pt --image test:0", "missing.pt"),
+    ("viz --ckpt vit.pt --target cow", "cow"), ("viz --ckpt vit.pt --out x.pdf", "x.pdf"),
+    ("eval", "--ckpt"), ("eval --ckpt missing.pt", "missing.pt"), ("eval --ckpt vit.pt --data good", "good"),
+    ("eval --ckpt vit.pt --data nowhere", "nowhere"), ("viz --ckpt missing.pt --image test:0", "missing.pt"),
     ("viz --ckpt good --image test:0", "good"), ("viz --ckpt vit.pt --image missing.png", "missing.png"),
     ("viz --ckpt vit.pt --image text.png", "text.png"), ("viz --ckpt vit.pt --image empty.png", "empty.png"),
     ("viz --ckpt vit.pt --image cut.jpg", "cut.jpg"), ("viz --ckpt vit.pt --image good", "good"),

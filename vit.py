@@ -55,7 +55,9 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torch import nn
 from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
 
 __version__ = "0.1.0"
 
@@ -581,16 +583,15 @@ def say(text, keep=True):
         print(("\r\033[K" if terminal else "") + text, end="\n" if keep else "", flush=True)
 
 
-def load_split(data, split, image_size, device):
-    """Decode one part into memory: images uint8 (n, 3, S, S), labels int64 (n,), class names."""
-    pictures, classes = open_split(data, split, image_size)
+def decode(pictures, image_size, device):
+    """Such a sequence as tensors on the device: images uint8 (n, 3, S, S), labels int64 (n,)."""
     images = torch.empty(len(pictures), 3, image_size, image_size, dtype=torch.uint8)
     labels = torch.empty(len(pictures), dtype=torch.int64)
     for i, (picture, label) in enumerate(pictures):
         images[i], labels[i] = pil_to_tensor(fit(picture, image_size)), label
         if i % 1000 == 0:
-            say(f"reading {split} images: {i:,} of {len(pictures):,}", keep=False)
-    return images.to(device), labels.to(device), classes
+            say(f"reading images: {i:,} of {len(pictures):,}", keep=False)
+    return images.to(device), labels.to(device)
 
 
 @dataclass
@@ -603,26 +604,28 @@ class Data:
     classes: list                   # K names
     mean: torch.Tensor              # (C, 1, 1)
     std: torch.Tensor               # (C, 1, 1)
-    shift: int                      # the largest translation of augmentation, in pixels
+    alter: bool                     # whether more than flips is right for them
 
 
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
-    images, labels, classes = load_split(config.data, "train", image_size, device)
-    test_images, test_labels, test_classes = load_split(config.data, "test", image_size, device)
+    pictures, classes = open_split(config.data, "train", image_size)
+    test_pictures, test_classes = open_split(config.data, "test", image_size)
     if classes != test_classes:
         odd = sorted(set(classes) ^ set(test_classes))
         raise InputError(f"--data {config.data} has classes in only one of train and test, "
                          f"{odd[0]!r} for one; give both the same folders")
     if len(classes) < 2:
         raise InputError(f"--data {config.data} has one class, {classes[0]!r}; add another")
-    if config.batch_size > len(images):
-        raise InputError(f"--batch-size {config.batch_size} is more than the {len(images)} "
+    if config.batch_size > len(pictures):
+        raise InputError(f"--batch-size {config.batch_size} is more than the {len(pictures)} "
                          f"training images; make it smaller")
+    images, labels = decode(pictures, image_size, device)
+    test_images, test_labels = decode(test_pictures, image_size, device)
     some = images[::max(1, len(images) // 1000)].float() / 255  # from all classes: they are sorted
     std, mean = torch.std_mean(some, dim=(0, 2, 3), keepdim=True)           # (1, C, 1, 1)
     return Data(images, labels, test_images, test_labels, classes, mean[0], std[0].clamp(min=0.01),
-                shift=0 if config.data == "shapes" else image_size // 8)
+                alter=config.data != "shapes")
 
 
 # Last, the altered copies. Each alteration claims that something may change in a picture without
@@ -632,30 +635,62 @@ def load_data(config, image_size, device):
 #   - A shift by up to an eighth of the side, 4 pixels of 32: things need not be in the middle. It
 #     also moves the content against the grid of patches, so that no edge always falls at the same
 #     place of a patch. The rim laid bare is filled with 0, after normalisation the mean colour.
-#     `shapes` are flipped only: they lie everywhere already, and could be pushed out of sight.
+#   - A policy, TrivialAugment (2103.10158): one operation drawn from fourteen, of random strength:
+#     turned, sheared, darker, with fewer colours. A cat is one in any light and from any side.
+#   - A mix of two images under a mix of their labels. MixUp (1710.09412) lays one over the other,
+#     CutMix (1905.04899) pastes in a rectangle. Halfway between two pictures the answer should be
+#     halfway too, and a part should do where the whole is hidden.
 #
-# Normalisation, (x - mean) / std by channel, is no augmentation: it gives the network numbers of
-# about unit size whatever the camera. Test images get it too, and nothing else.
+# `shapes` are told apart by colour and lie everywhere already: they are only flipped.
+#
+# How much of the strong ones, policy and mix? They lose in short runs and win in long ones: whoever
+# has not learned the plain images gains nothing from harder ones, and whoever sees them for the
+# fiftieth time knows them by heart. So the share of the batches that get them grows with the run:
+# none up to 10 epochs, all from 100. In the last tenth of a run nothing is mixed: the model ends on
+# images as the test shows them.
+
+def strong_share(epochs):
+    """The share of batches that get the policy, and of those that are mixed: 0 to 1."""
+    return min(1.0, max(0.0, (epochs - 10) / 90))
+
 
 def normalise(images, mean, std):
     """uint8 (B, C, H, W) -> float32 (B, C, H, W) of mean about 0 and deviation about 1."""
     return (images.float() / 255 - mean) / std
 
 
-def augment(images, data):
-    """A new version of every image in a batch: uint8 (B, C, H, W) -> float32 (B, C, H, W).
+def shift_and_flip(x, most):
+    """Move each image of a batch by up to `most` pixels, flip every other: (B, C, H, W), float.
 
-    `unfold` shows the padded image through every possible window of the old size, without copying
-    any of them; one indexing operation then picks a window for each image.
+    `unfold` shows the padded images through every possible window of the old size, without copying
+    any of them; one indexing operation then picks a window for each.
     """
-    B, _, H, W = images.shape
-    s, device = data.shift, images.device
-    x = F.pad(normalise(images, data.mean, data.std), (s, s, s, s))         # (B, C, H+2s, W+2s)
-    windows = x.unfold(2, H, 1).unfold(3, W, 1)                 # (B, C, 2s+1, 2s+1, H, W)
-    top, left = torch.randint(2 * s + 1, (2, B), device=device)             # (B,) each
-    x = windows[torch.arange(B, device=device), :, top, left]               # (B, C, H, W)
-    flip = torch.rand(B, 1, 1, 1, device=device) < 0.5
-    return torch.where(flip, x.flip(3), x)                                  # (B, C, H, W)
+    B, _, H, W = x.shape
+    x = F.pad(x, (most, most, most, most))                      # (B, C, H+2*most, W+2*most)
+    windows = x.unfold(2, H, 1).unfold(3, W, 1)                 # (B, C, 2*most+1, 2*most+1, H, W)
+    top, left = torch.randint(2 * most + 1, (2, B), device=x.device)        # (B,) each
+    x = windows[torch.arange(B, device=x.device), :, top, left]             # (B, C, H, W)
+    flip = torch.rand(B, 1, 1, 1, device=x.device) < 0.5
+    return torch.where(flip, x.flip(3), x)
+
+
+def augment(images, labels, data, policy=0.0, mix=0.0):
+    """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,) -> the
+    same, or if they were mixed, float32 (B, K).
+
+    `policy` and `mix` are the probabilities that the batch gets each. The policy draws one
+    operation a call, so it is called on slices of the batch: many operations in one step.
+    """
+    if policy and torch.rand(()) < policy:
+        trivial = v2.TrivialAugmentWide(fill=(255 * data.mean.flatten()).tolist())
+        images = torch.cat([trivial(part) for part in images.split(8)])     # (B, C, H, W)
+    x = normalise(images, data.mean, data.std)
+    x = shift_and_flip(x, images.shape[-1] // 8 if data.alter else 0)       # (B, C, H, W)
+    if mix and torch.rand(()) < mix:
+        K = len(data.classes)
+        x, labels = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=K),
+                                     v2.CutMix(alpha=1.0, num_classes=K)])(x, labels)   # (B, K)
+    return x, labels
 
 
 # ---- 7. Optimisation -----------------------------------------------------------------------------
@@ -781,17 +816,21 @@ def update(loss, model, optimizers, scaler, clip):
 # images that were never trained on? Dropout and drop path are off (`eval`), no gradients are kept.
 
 @torch.inference_mode()
-def evaluate(model, data, dtype, batch_size=500):
-    """Mean cross-entropy and accuracy (0 to 1) on the test images: two floats."""
+def predict(model, images, mean, std, dtype, batch_size=500):
+    """The logits (n, K), float32, of images uint8 (n, C, H, W)."""
     model.eval()
-    total = torch.zeros(2, device=data.test_images.device)              # loss, right answers
-    for images, labels in zip(data.test_images.split(batch_size),
-                              data.test_labels.split(batch_size)):
-        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalise(images, data.mean, data.std)).float()      # (B, K)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        total += torch.stack([loss, (logits.argmax(dim=1) == labels).sum()])
-    return tuple((total / len(data.test_labels)).tolist())
+    logits = []
+    for batch in images.split(batch_size):
+        with torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
+            logits.append(model(normalise(batch, mean, std)).float())           # (B, K)
+    return torch.cat(logits)
+
+
+def evaluate(model, data, dtype):
+    """Mean cross-entropy and accuracy (0 to 1) on the test images: two floats."""
+    logits = predict(model, data.test_images, data.mean, data.std, dtype)       # (n, K)
+    right = logits.argmax(dim=1) == data.test_labels                            # (n,)
+    return F.cross_entropy(logits, data.test_labels).item(), right.float().mean().item()
 
 
 # A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
@@ -915,6 +954,8 @@ def train_epoch(run, data, config, dtype):
     order = torch.randperm(len(data.images), device=device)
     steps = len(order) // B             # the few images that fill no batch wait for another epoch
     total_steps, total = config.epochs * steps, torch.zeros(2, device=device)
+    policy = strong_share(config.epochs) if data.alter else 0.0
+    mix = policy if epoch < 0.9 * config.epochs else 0.0
     begun = looked = time.perf_counter()
     for i in range(steps):
         step = epoch * steps + i
@@ -922,11 +963,13 @@ def train_epoch(run, data, config, dtype):
             group["lr"] = learning_rate(step, total_steps, round(config.warmup * total_steps),
                                         group["peak"])
         batch = order[i * B:(i + 1) * B]                                    # (B,)
-        images, labels = augment(data.images[batch], data), data.labels[batch]
+        images, labels = augment(data.images[batch], data.labels[batch], data, policy, mix)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = run.model(images)                                      # (B, K)
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
         update(loss, run.model, run.optimizers, run.scaler, config.clip)
+        if labels.ndim == 2:            # mixed: the right answer is the class with the larger part
+            labels = labels.argmax(dim=1)                                   # (B,)
         right = (logits.argmax(dim=1) == labels).float().mean()
         total += torch.stack([loss.detach(), right])
         now = time.perf_counter()
@@ -1092,7 +1135,9 @@ def draw_answer(figure, photo, view, bars, maps, model):
     (image, model_view, says), below = figure.add_gridspec(
         2, 3, left=0.02, right=0.6, top=0.85, bottom=0.11, wspace=0.36, hspace=0.2).subplots()
     left, top, right, bottom = square_of(photo)
-    image.imshow(photo, extent=(0, photo.width, photo.height, 0))
+    small = photo.copy()
+    small.thumbnail((800, 800))                     # drawing 48 megapixels would take seconds
+    image.imshow(small, extent=(0, photo.width, photo.height, 0))
     image.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="crimson")
     image.set(title=f"the image, {photo.width} x {photo.height}", xticks=[], yticks=[])
     model_view.imshow(view, extent=(0, view.width, view.height, 0))
@@ -1130,17 +1175,21 @@ def draw_evidence(figure, maps, view, grid):
     figure.colorbar(drawn, cax=figure.add_axes((0.95, 0.11, 0.008, 0.74)), label="x uniform")
 
 
-def draw_picture(path, photo, view, model, mean, std, classes):
-    """Look at one image, an RGB PIL image, through `view`, the same after `fit`; write a PNG."""
+def draw_picture(path, photo, view, model, mean, std, classes, target=None):
+    """Look at one image, an RGB PIL image, through `view`, the same after `fit`; write a PNG.
+
+    `target` is the class whose relevance is drawn, by default the most probable.
+    """
     images = normalise(pil_to_tensor(view)[None], mean, std)            # (1, C, S, S)
     with torch.inference_mode():
         logits, attention = model(images, return_attention=True)
     probabilities, order = logits[0].softmax(dim=0).sort(descending=True)
     bars = [(classes[i], p) for i, p in zip(order[:5].tolist(), probabilities[:5].tolist())]
+    c = order[0] if target is None else torch.tensor(target)
+    share = probabilities[order == c].item()
     maps = {f"CLS attention, block {len(attention)}, all heads": attention[-1].mean(1)[0, 0, 1:],
             f"rollout, blocks 1 to {len(attention)}": attention_rollout(attention)[0],
-            f"relevance for {bars[0][0][:16]} ({bars[0][1]:.0%})":
-                relevance(model, images, order[0])[0]}
+            f"relevance for {classes[c][:16]} ({share:.0%})": relevance(model, images, c)[0]}
     figure = Figure(figsize=(16, 9), dpi=100)
     draw_answer(figure, photo, view, bars, {k: times_uniform(v) for k, v in maps.items()}, model)
     draw_evidence(figure, [times_uniform(A[0, :, 0, 1:]) for A in attention], view, model.grid)
@@ -1148,6 +1197,52 @@ def draw_picture(path, photo, view, model, mean, std, classes):
     figure.text(0.665, 0.93, "B   The evidence: CLS attention", fontsize=17, weight="bold")
     figure.text(0.02, 0.04, "1 x uniform: no preference.   Attention is where information flowed, "
                 "no proof of why the model answers as it does (Jain and Wallace, 1902.10186).")
+    with whole_file(path) as file:
+        figure.savefig(file, format="png")
+
+
+# What the model learnt, in three pictures (paper, figure 7). Left, what E looks for in a patch: its
+# principal components; expect smooth waves and opposed colours. Middle, how alike the vectors of
+# the places are; expect each to be like its neighbours, its row and its column. Right, how far each
+# head looks: the mean distance from a patch to the patches that it reads, weighted by attention.
+# Expect near and far side by side in the first blocks; a convolution would begin with near alone.
+
+def attention_distance(attention, grid, patch_size):
+    """How far every head looks, in pixels. attention: L tensors (B, h, N, N); returns (L, h)."""
+    places = patch_size * torch.cartesian_prod(*(torch.arange(n).float() for n in grid))
+    far = torch.cdist(places, places)                                           # (N-1, N-1)
+    patches = [A[:, :, 1:, 1:] / A[:, :, 1:, 1:].sum(dim=-1, keepdim=True) for A in attention]
+    return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])
+
+
+def draw_learnt(path, model, images):
+    """Filters, positions and distances of a model, over images (B, C, S, S), normalised; a PNG."""
+    E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
+    waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
+    waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (28, C*P*P), in [0, 1]
+    waves = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
+    places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
+    alike = (places @ places.T).reshape(-1, 1, *model.grid)             # (N-1, 1, rows, cols)
+    alike = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
+    with torch.inference_mode():
+        attention = model(images, return_attention=True)[1]
+    far = attention_distance(attention, model.grid, model.config.patch_size)    # (L, h)
+    figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
+    filters, positions, distances = figure.subplots(1, 3)
+    filters.imshow(waves.permute(1, 2, 0).numpy())
+    filters.set_title("patch filters: principal components")
+    shown = positions.imshow(alike[0].numpy(), interpolation="nearest")
+    positions.set_title("cosine similarity of each place with all places")
+    figure.colorbar(shown, ax=positions, shrink=0.8)
+    for block, heads in enumerate(far.tolist()):
+        distances.plot([block + 1] * len(heads), heads, "o", color="tab:blue")
+    even = attention_distance([torch.ones_like(attention[0])], model.grid, model.config.patch_size)
+    distances.axhline(even[0, 0].item(), color="gray", ls="--", label="attention to all alike")
+    distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
+                  xticks=range(1, len(far) + 1), ylim=(0, 1.5 * even[0, 0].item()))
+    distances.legend()
+    for axes in (filters, positions):
+        axes.axis("off")
     with whole_file(path) as file:
         figure.savefig(file, format="png")
 
@@ -1166,7 +1261,7 @@ def make_parser():
     parser = Parser(prog="vit.py", allow_abbrev=False,
                     description="Train a Vision Transformer, and see what it looks at.")
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,viz}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,viz}")
     train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
     groups = {name: train_parser.add_argument_group(name)
               for name in ("data", "model", "optimisation", "run")}
@@ -1177,12 +1272,18 @@ def make_parser():
             "--" + f.name.replace("_", "-"), type=f.type, choices=f.metadata["choices"],
             default=argparse.SUPPRESS, metavar=None if f.metadata["choices"] else "",
             help=f"{f.metadata['help']} (default: {f.default or repr(f.default)})")
-    viz_parser = commands.add_parser("viz", help="see what a model looks at", allow_abbrev=False)
-    viz_parser.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
-    viz_parser.add_argument("--image", required=True, nargs="+", metavar="IMAGE",
-                            help="image files; test:7 is the eighth test image of its data")
-    viz_parser.add_argument("--out", metavar="FILE", help="the picture, if there is one IMAGE "
-                            "(default: IMAGE_attention.png, in the folder you are in)")
+    eval_parser = commands.add_parser("eval", help="test it, class by class", allow_abbrev=False)
+    viz_parser = commands.add_parser("viz", help="see what it looks at", allow_abbrev=False)
+    for p in (eval_parser, viz_parser):
+        p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
+    eval_parser.add_argument("--data", help="(default: the data it was trained on)")
+    viz_parser.add_argument("--image", nargs="+", default=[], metavar="IMAGE",
+                            help="image files; test:7 is the eighth test image of its data; none "
+                            "at all: what the model learnt, its filters, positions and distances")
+    viz_parser.add_argument("--target", metavar="CLASS",
+                            help="the class of the relevance map (default: the most probable)")
+    viz_parser.add_argument("--out", metavar="FILE", help="the picture, if it is one (default, in "
+                            "the folder you are in: IMAGE_attention.png, learnt.png)")
     return parser
 
 
@@ -1233,21 +1334,60 @@ def read_picture(name, checkpoint):
     return images[int(index)][0]
 
 
-def run_viz(typed):
-    checkpoint = load_checkpoint(typed["ckpt"])
+def restore_model(path):
+    """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
+    checkpoint = load_checkpoint(path)
     model = ViT(checkpoint["vit"]).eval()
     load_weights(model, checkpoint["model"])
     mean, std = (torch.tensor(checkpoint[name])[:, None, None] for name in ("mean", "std"))
+    return checkpoint, model, mean, std
+
+
+def run_eval(typed):
+    checkpoint, model, mean, std = restore_model(typed["ckpt"])
+    device, name = pick_device("auto"), typed["data"] or checkpoint["train"].data
+    pictures, classes = open_split(name, "test", checkpoint["vit"].image_size)
+    if classes != checkpoint["classes"]:
+        raise InputError(f"--data {name} has other classes than the checkpoint, whose are "
+                         f"{', '.join(checkpoint['classes'])}; rename the folders")
+    images, labels = decode(pictures, checkpoint["vit"].image_size, device)
+    dtype = pick_precision(checkpoint["train"].amp, device)
+    guess = predict(model.to(device), images, mean.to(device), std.to(device), dtype).argmax(dim=1)
+    K = len(classes)
+    table = torch.bincount(labels * K + guess, minlength=K * K).reshape(K, K)   # row: true class
+    right = (guess == labels).float().mean()
+    say(f"test accuracy {right:.2%} on {len(labels):,} images of {name}\n\naccuracy  class")
+    for i in range(K):
+        say(f"{table[i, i] / table[i].sum().clamp(min=1):8.1%}  {classes[i]}")
+    say("\nmistakes  the most frequent")
+    for i in table.fill_diagonal_(0).flatten().topk(min(5, K)).indices.tolist():
+        say(f"{table[i // K, i % K]:8}  {classes[i // K]} taken for {classes[i % K]}")
+    return 0
+
+
+def run_viz(typed):
+    checkpoint, model, mean, std = restore_model(typed["ckpt"])
+    classes, size, target = checkpoint["classes"], model.config.image_size, typed["target"]
+    if target is not None and target not in classes:
+        raise InputError(f"--target {target} is none of {', '.join(classes)}")
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in typed["image"]]
     if len({Path(name).resolve() for name in outs + typed["image"]}) < 2 * len(outs):
         raise InputError("two files would be the same; draw one image at a time, and give --out")
+    if not outs:
+        check_output(out := typed["out"] or "learnt.png", ".png")
+        tests = open_split(checkpoint["train"].data, "test", size)[0]
+        some = range(0, len(tests), max(1, len(tests) // 50))
+        images = torch.stack([pil_to_tensor(fit(tests[i][0], size)) for i in some])
+        draw_learnt(out, model, normalise(images, mean, std))
+        say(f"wrote {out}")
     for name, out in zip(typed["image"], outs):
         check_output(out, ".png")
-        photo, size = read_picture(name, checkpoint), model.config.image_size
+        photo = read_picture(name, checkpoint)
         if min(photo.size) < size:
             print(f"warning: {name} is enlarged to the {size} pixels of the model", file=sys.stderr)
-        draw_picture(out, photo, fit(photo, size), model, mean, std, checkpoint["classes"])
+        draw_picture(out, photo, fit(photo, size), model, mean, std, classes,
+                     target and classes.index(target))
         say(f"wrote {out}")
     return 0
 
@@ -1256,7 +1396,7 @@ def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
     try:
         typed = vars(make_parser().parse_args(argv))
-        return {"train": run_train, "viz": run_viz}[typed.pop("command")](typed)
+        return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
     except InputError as error:
         say("", keep=False)
         print(f"vit.py: {error}", file=sys.stderr)
