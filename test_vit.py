@@ -893,27 +893,27 @@ def mass_and_pointing(maps, masks, patch_size):
 
 
 def test_maps_find_the_object(few_shapes, monkeypatch):
-    """A model trained for seconds looks at the coloured figure, far more than chance would."""
+    """A model trained for seconds looks at the coloured figure: far more than an untrained one, or
+    than a blob in the middle would. (The mass would be 1 by chance.)"""
     monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 1600)
-    size = "--image-size 16 --patch-size 2 --dim 48 --depth 2 --num-heads 3 --batch-size 64".split()
-    assert vit.main(["train", "--data", "shapes", "--epochs", "8", *size, "--device", "cpu"]) == 0
+    size = "--dim 64 --depth 2 --num-heads 2 --batch-size 32 --muon-lr 0.02".split()
+    assert vit.main(["train", "--data", "shapes", "--epochs", "6", *size, "--device", "cpu"]) == 0
     checkpoint, model, mean, std = vit.restore_model("vit.pt")
-    images, labels, masks = vit.make_shapes(200, 16, seed=1)
+    images, _, masks = vit.make_shapes(200, 32, seed=1)
     x, results = vit.normalise(images, mean, std), {}
     torch.manual_seed(0)
     for name, net in (("trained", model), ("untrained", vit.ViT(checkpoint["vit"]).eval())):
-        attention = net(x, return_attention=True)[1]
-        results[name, "cls"] = mass_and_pointing(attention[-1].mean(1)[:, 0, 1:], masks, 2)
-        results[name, "relevance"] = mass_and_pointing(vit.relevance(net, x, labels) + 1e-12, masks, 2)
+        logits, attention = net(x, return_attention=True)
+        maps = vit.relevance(net, x, logits.argmax(1))
+        results[name, "cls"] = mass_and_pointing(attention[-1].mean(1)[:, 0, 1:], masks, 4)
+        results[name, "relevance"] = mass_and_pointing(maps + 1e-12, masks, 4)
     place = torch.arange(8) - 3.5
     blob = torch.exp(-(place[:, None] ** 2 + place**2) / 8).flatten().expand(200, -1)
-    blob = mass_and_pointing(blob, masks, 2)
-    assert checkpoint["history"][-1]["train_accuracy"] > 0.6
+    blob = mass_and_pointing(blob, masks, 4)
     for name in ("cls", "relevance"):
         mass, pointing = results["trained", name]
-        assert mass > 2 and mass > 1.2 * blob[0] and mass > 1.5 * results["untrained", name][0], results
-        assert pointing > 0.8 and pointing > blob[1] + 0.2, results
-    print(results, blob)
+        assert mass > 1.3 * blob[0] and mass > 2 * results["untrained", name][0], results
+        assert pointing > 0.8 > blob[1] + 0.2, results
 
 
 def test_a_map_of_zeros_stays_zeros():
@@ -969,7 +969,7 @@ BAD = [
     ("train --variant XXL", "XXL"), ("train --data nowhere", "nowhere"), ("train --data flat", "train/CLASS"),
     ("train --data bare", "bare/train"), ("train --data lonely --batch-size 2", "one class"),
     ("train --data odd --batch-size 2", "cow"), ("train --data hollow", "bird"),
-    ("train --data broken", "broken/train/dog/3.png"), ("train --data good", "--batch-size 128"),
+    ("train --data broken --batch-size 2", "broken/train/dog/3.png"), ("train --data good", "--batch-size 128"),
     ("train --out no/where.pt", "no/where.pt"), ("train --out file/x.pt", "file"),
     ("train --out good", "good"), ("train --resume missing.pt", "missing.pt"),
     ("train --resume text.png", "text.png"), ("train --resume vit.pt", "--epochs"),

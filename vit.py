@@ -15,9 +15,13 @@ Commands (each has --help):
   python vit.py train --data shapes --epochs 5       nothing to download, minutes on a laptop
   python vit.py train --epochs 100                   CIFAR-10, the default model and recipe
   python vit.py train --resume vit.pt                go on where a run was stopped
+  python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
-MEASURED
+Measured: test accuracy after the last epoch, seed 0, on 2 cores of a Xeon with bf16 units.
+
+  99.2 %   python vit.py train --data shapes --epochs 5     2 minutes
+  66.7 %   python vit.py train --data DIR --epochs 3       15 minutes, CIFAR-10 as lossy JPEG files
 
 Left out, so that what is here can be read: several devices and worker processes (a model of this
 size trains on one device, and its data fit in that device's memory), pre-trained weights (the
@@ -1138,7 +1142,8 @@ def draw_answer(figure, photo, view, bars, maps, model):
     small = photo.copy()
     small.thumbnail((800, 800))                     # drawing 48 megapixels would take seconds
     image.imshow(small, extent=(0, photo.width, photo.height, 0))
-    image.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="crimson")
+    image.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="crimson",
+               lw=2, clip_on=False)
     image.set(title=f"the image, {photo.width} x {photo.height}", xticks=[], yticks=[])
     model_view.imshow(view, extent=(0, view.width, view.height, 0))
     lines = range(0, view.width + 1, model.config.patch_size)
