@@ -408,7 +408,7 @@ def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeyp
     run = vit.Run(model, vit.make_optimizers(model, config), scaler, [])
     for done in (0, 89, 90, 99):
         run.history = [None] * done
-        loss, accuracy = vit.train_epoch(run, noise_data(), config, torch.float32)
+        loss, accuracy, _ = vit.train_epoch(run, noise_data(), config, torch.float32)
         assert math.isfinite(loss) and 0 <= accuracy <= 1
     assert seen[::2] == [(1, 1), (1, 1), (1, 0), (1, 0)]
     run.history = []

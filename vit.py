@@ -18,15 +18,14 @@ Commands (each has --help):
   python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
-Measured: test accuracy after the last epoch, seed 0, on 2 cores of a Xeon with bf16 units.
+Measured: test accuracy after the last epoch, seed 0, on 2 cores of a Xeon, in bf16 (section 7).
 
   99.2 %   python vit.py train --data shapes --epochs 5     2 minutes
   66.7 %   python vit.py train --data DIR --epochs 3       15 minutes, CIFAR-10 as lossy JPEG files
 
-Left out, so that what is here can be read: several devices and worker processes (a model of this
-size trains on one device, and its data fit in that device's memory), pre-trained weights (the
-point is to see it learn from nothing), distillation, convolutional stems and the other variants.
-This is the plain ViT; where it departs from the paper, a comment begins with "paper:".
+Left out, to stay readable: several devices, worker processes, pre-trained weights, distillation,
+convolutional stems and the other variants. This is the plain ViT. Where the model departs from the
+paper, a comment begins with "paper:"; the recipe that trains it is of a later date throughout.
 
 Contents:  1. Symbols and configuration    6. Data and augmentation
            2. Patches                      7. Optimisation
@@ -37,7 +36,7 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 
 # ---- 1. Symbols and configuration ----------------------------------------------------------------
 #
-# One letter, one meaning, in every comment of this file:
+# These letters mean the same in every shape and formula of this file:
 #
 #   B  images in a batch             N  tokens: the class token and the patches, 1 + (H/P)(W/P)
 #   C  channels of an image          D  width: the numbers in a token (`dim`)
@@ -80,7 +79,7 @@ def option(group, default, help, low=None, high=None, choices=None):
 
 
 class Config:
-    """Holds every field against its range. Raises InputError."""
+    """Checks that every field lies in its range. Raises InputError."""
 
     def __post_init__(self):
         for f in fields(self):
@@ -95,8 +94,8 @@ class ViTConfig(Config):
     """What the model is. Raises InputError when the numbers do not fit together."""
     image_size: int = option("model", 32, "side of the square images, in pixels", 1, 4096)
     patch_size: int = option("model", 4, "side P of a patch, in pixels", 1, 4096)
-    in_channels: int = 3        # C and K come from the data, not from the command line
-    num_classes: int = 10
+    in_channels: int = 3        # no option: every image is read as RGB
+    num_classes: int = 10       # no option: the data say
     dim: int = option("model", 192, "width D of a token", 1, 16384)
     depth: int = option("model", 6, "number L of blocks", 1, 256)
     num_heads: int = option("model", 3, "attention heads h in a block", 1, 256)
@@ -142,19 +141,19 @@ class TrainConfig(Config):
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
 #
 # A Transformer reads a sequence of vectors. The obvious sequence is the pixels, but attention
-# compares every token with every other, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5
+# compares every token with every token, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5
 # billion pairs, again in every layer. Cut into patches of 16 x 16 it has 196 tokens and 38
 # thousand pairs. For CIFAR-10 (32 x 32) the same thought gives patches of 4: 8 x 8 = 64 tokens.
 # Patches of 16 would leave four, and attention next to nothing to choose between.
 #
-# A patch of P x P pixels and C channels is laid out as one vector, channel by channel, and one
-# learned matrix E maps it to D numbers:
+# A patch of P x P pixels and C channels is laid out as one row p_i, channel by channel, and one
+# learned matrix E maps it to D numbers, a token:
 #
-#     z_i = E x_i + b,      x_i in R^(C*P*P),  E in R^(D x C*P*P)               (paper, eq. 1)
+#     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D)                       (paper, eq. 1)
 #
-# Below, E is written as a convolution whose kernel and stride are both P. It is the same sum: the
-# kernel is a row of E folded to (C, P, P), and a stride of P lays it on every patch once, without
-# overlap. It saves us the cutting; test_vit.py cuts by hand and finds the same numbers.
+# Below, E is written as a convolution whose kernel and stride are both P. It is the same sum: a
+# kernel is a column of E folded to (C, P, P), and a stride of P lays it on every patch once,
+# without overlap. It saves us the cutting; test_vit.py cuts by hand and finds the same numbers.
 
 class PatchEmbed(nn.Module):
     """Image to tokens, patches left to right and top to bottom: (B, C, H, W) -> (B, N-1, D)."""
@@ -171,9 +170,9 @@ class PatchEmbed(nn.Module):
 
 # ---- 3. Attention --------------------------------------------------------------------------------
 #
-# A token on a cat's ear should learn that there is another ear. So every token asks a question,
+# A token on a cat's ear should find out that there is another ear. So every token asks a question,
 # its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j.
-# All three are linear maps of the token; stacked, the tokens and these are matrices of N rows:
+# All three are linear maps of the token. With one token a row, x is an N x D matrix, and so:
 #
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
@@ -184,9 +183,9 @@ class PatchEmbed(nn.Module):
 #
 # Over which axis? Over the keys, the last: row i of A says how token i shares out its attention.
 #
-# Why sqrt(d)? If the numbers in q and k are independent, of mean 0 and variance 1, the sum of d
-# products has variance d: scores of size 8 for d = 64. The softmax of such scores is close to 0 or
-# 1, where its gradient is close to 0, and learning is slow.
+# Why sqrt(d), d being the length of a query? If the numbers in q and k are independent, of mean 0
+# and variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of
+# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
 #
 # By hand, one query and three tokens, d = 4:
 #
@@ -195,7 +194,7 @@ class PatchEmbed(nn.Module):
 #     q.k = 0, 2, 4        over sqrt(4): 0, 1, 2      exp: 1, 2.718, 7.389, in all 11.107
 #     A = .090, .245, .665                            output = (.090, .245, .665, 0)
 #
-# Without the division the weights would be .016, .117, .867, close to choosing a single token.
+# Without the division the weights would be .016, .117, .867: closer to choosing a single token.
 #
 # Why several heads? One softmax has one focus: it cannot look at the left ear and at the tail
 # without mixing the two. So q, k and v are cut into h pieces of d = D / h numbers, each with a
@@ -203,6 +202,9 @@ class PatchEmbed(nn.Module):
 # than one head of width D.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
+#
+# Dropout sets a random share of numbers to 0 in training and scales up the rest. paper: it spares
+# the weights of attention.
 
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, D) -> (B, N, D), and its weights (B, h, N, N)."""
@@ -217,9 +219,8 @@ class Attention(nn.Module):
     def forward(self, x, return_attention=False, fused=None):
         """Returns the output and the softmax weights, before dropout; None where they are fused.
 
-        The fused kernel computes the same without ever storing the N x N weights. It is much faster
-        on a GPU, and slower on a CPU. As it cannot return weights, it is used when none are asked
-        for. (Dropout sets a random share of numbers to 0 in training and scales up the rest.)
+        The fused kernel computes the same without ever storing the N x N weights. As it cannot
+        return them, it is used on a GPU, where it is much faster, and where none are asked for.
         """
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
@@ -228,16 +229,17 @@ class Attention(nn.Module):
             fused = x.is_cuda and not return_attention
         if fused:
             drop = self.dropout.p if self.training else 0.0
-            attention, x = None, F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+            attention = None
+            x = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)         # (B, h, N, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])   # (B, h, N, N)
-            attention = scores.softmax(dim=-1)                          # every row sums to 1
+            attention = scores.softmax(dim=-1)                          # (B, h, N, N)
             x = self.dropout(attention) @ v                             # (B, h, N, d)
-        x = x.transpose(1, 2).reshape(B, N, D)                  # the heads side by side again
+        x = x.transpose(1, 2).reshape(B, N, D)                  # (B, N, D), heads side by side
         return self.dropout(self.proj(x)), attention
 
 
-# ---- 4. MLP, drop path, encoder block ------------------------------------------------------------
+# ---- 4. MLP, drop path, block --------------------------------------------------------------------
 #
 # Attention moves information between tokens, but for given weights A it is linear: a token can mix
 # "pointed" and "furry", not decide that both are there. The MLP does that half of the work. It
@@ -245,7 +247,7 @@ class Attention(nn.Module):
 # to test for, bend each by a non-linear function, narrow again. Two thirds of a block's weights
 # are here:
 #
-#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi(t) = share of a normal below t
+#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi(t) = P(standard normal < t)
 #
 # GELU is a ReLU with a rounded corner: it passes large t and stops very negative t, but does not
 # cut the gradient off at once below 0.
@@ -265,18 +267,18 @@ class MLP(nn.Module):
         return self.dropout(self.fc2(x))                        # (B, N, D)
 
 
-# A block adds what attention and MLP find to what is there already (eq. 2 and 3):
+# LayerNorm brings the D numbers of each token to mean 0 and variance 1, then scales and shifts them
+# by learned numbers. A block adds what attention and MLP find to what is there already (eq. 2, 3):
 #
 #     x <- x + attention(norm1(x)),      x <- x + mlp(norm2(x))
 #
 # These sums are the residuals. Each branch need only learn a correction, and on the way back the
 # gradient reaches every block undamped through the plus signs.
 #
-# LayerNorm brings the D numbers of each token to mean 0 and variance 1, then scales and shifts them
-# by learned numbers. The sum grows with every block; normalised, each branch gets numbers of the
-# same size. It stands before each branch (pre-norm). After the sum, as in the first Transformer,
-# it would sit on the residual path and rescale the gradient in every block; such models train only
-# with great care at the start.
+# The sum grows with every block; normalised, each branch gets numbers of the same size. LayerNorm
+# stands before each branch (pre-norm). After the sum, as in the first Transformer, it would sit on
+# the residual path and rescale the gradient in every block; such models train only with great care
+# at the start.
 #
 # Drop path (stochastic depth, 1603.09382) leaves a branch out for some images of a batch while
 # training, so that no block relies on exactly what another does. The branches that stay are scaled
@@ -285,7 +287,7 @@ class MLP(nn.Module):
 # paper: it has dropout only; drop path came to ViT with DeiT (2012.12877).
 
 class DropPath(nn.Module):
-    """Zeroes a branch for a random share `rate` of the images: (B, N, D) -> (B, N, D)."""
+    """Zero a branch for a random share `rate` of the images: (B, N, D) -> (B, N, D)."""
 
     def __init__(self, rate):
         super().__init__()
@@ -299,11 +301,11 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """One encoder block, pre-norm: (B, N, D) -> (B, N, D), and its attention weights."""
+    """One pre-norm block: (B, N, D) -> (B, N, D), and its attention weights."""
 
     def __init__(self, config, drop_path):
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(config.dim, eps=1e-6)         # eps: no division by 0
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.dim, eps=1e-6)
         self.mlp = MLP(config)
@@ -322,20 +324,19 @@ class Block(nn.Module):
 #
 # The class token. L blocks give N tokens, but we want one answer. So one more token, a learned
 # vector that is the same for every image, is put in front. In each block it gathers from the
-# patches what helps to name the class. At the end the head, a linear layer, reads it alone and
-# gives K scores, the logits, whose softmax are the probabilities. The mean of the patch tokens
-# would do about as well; but then no single row of attention would say what the answer was gathered
-# from, and that row is what section 9 draws.
+# patches what helps to name the class. At the end the head, a linear layer (no kin of the heads of
+# attention), reads it alone and gives K scores, the logits, whose softmax is the probabilities. The
+# mean of the patch tokens would do about as well; but then no single row of attention would say
+# what the answer was gathered from, and that row is what section 9 draws.
 #
 # The positions. To attention and MLP the tokens are a heap, not a grid: a cat with its ears below
 # its feet would be the same cat. So each place has a vector of its own, learned like any weight,
-# which is added to the token that lies there. (To append it would, after the next linear map, be
-# an addition too, and make D larger.)
+# which is added to the token that lies there:
 #
-#     z_0 = [cls; E x_1; ...; E x_(N-1)] + E_pos,      E_pos in R^(N x D)                 (eq. 1)
+#     x = [cls; p_1 E; ...; p_(N-1) E] + E_pos,      E_pos in R^(N x D)                   (eq. 1)
 #
-# They begin as waves along the rows and the columns, so that near places are alike and far ones
-# differ from the first step on; at half size, or they would drown what the patches say.
+# They begin as waves along the rows and the columns: the nearer two places are, the more alike from
+# the first step on. They are halved so as to leave more room for what the patches say.
 # paper: they begin at random, and the grid must be discovered.
 
 def sincos_positions(rows, cols, dim):
@@ -344,23 +345,24 @@ def sincos_positions(rows, cols, dim):
     Returns (rows * cols, dim) float32 in [-1, 1]; what is left over (dim % 4) is 0. Frequencies
     fall from 1 towards 1/10,000 as in "Attention Is All You Need" (1706.03762, section 3.5).
     """
-    frequency = 10_000 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim/4,)
+    frequency = 10_000 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
     row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
-    row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim/4)
-    col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim/4)
+    row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
+    col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
     table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
 
-# The third: a last LayerNorm. In a pre-norm model the sum of all branches is never normalised on
-# its way, so one more LayerNorm stands before the head (eq. 4).
+# The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
+# more LayerNorm stands before the head (eq. 4).
 #
 # How the weights begin. Matrices: normal numbers of deviation 0.02, cut off at 0.04 so that none
 # begins as an outlier. Small enough that all classes begin about equally likely: the first loss is
 # near ln K, 2.30 for ten classes. Biases: 0. The two matrices that end a branch, `attn.proj` and
-# `mlp.fc2`: 0 as well. Every block then begins as the identity; the gradient passes through all of
-# them undamped, and a branch grows only as far as it helps.
-# paper: its code begins the matrices of the blocks by Xavier's rule, and the head at 0.
+# `mlp.fc2`: 0 as well. Every block then begins as the identity, and a branch grows only as far as
+# it helps.
+# paper: its code begins the matrices of the blocks by Xavier's rule, and the head at 0; in
+# pre-training, its head has a hidden layer.
 #
 # The sizes that have names, with their parameters for 1,000 classes, 224 x 224 pixels and patches
 # of 16; for `cifar`, 10 classes, 32 x 32 and 4. Ti and S are from DeiT, B and L from the paper.
@@ -381,7 +383,7 @@ class ViT(nn.Module):
 
     model(images): images (B, C, H, W) floats, H and W multiples of P; returns logits (B, K).
     model(images, return_attention=True) returns (logits, attention): L tensors (B, h, N, N), block
-    1 first, the weights that multiplied v, part of the autograd graph.
+    1 first, the softmax weights before dropout, part of the autograd graph.
     """
 
     def __init__(self, config):
@@ -401,6 +403,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def initialise(self):
+        """Set every weight as told above."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
@@ -421,7 +424,7 @@ class ViT(nn.Module):
         if (rows, cols) == self.grid:
             return self.pos_embed
         cls, places = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, side, side)
+        places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, rows, cols)
         places = F.interpolate(places, size=(rows, cols), mode="bicubic")
         return torch.cat([cls, places.flatten(2).transpose(1, 2)], dim=1)
 
@@ -454,11 +457,11 @@ class ViT(nn.Module):
 #
 # Why a ViT needs more data than a CNN. A convolution is told two truths about images before it
 # sees one: what matters is near (locality), and it looks the same wherever it lies (weight
-# sharing); its receptive field grows layer by layer. A ViT is told less: how patches are cut, and,
-# by the waves above, which are near. From the first block on every patch may look at every other,
-# and which of them are worth it must be learned. With hundreds of millions of images that freedom
-# wins (paper, figure 3). With fifty thousand we lend it the truths in another form: altered copies
-# of each image under the same label.
+# sharing); its receptive field grows layer by layer. A ViT is told less: how patches are cut, that
+# the same weights treat each of them, and, by the waves above, which are near. From the first block
+# on any patch may look at any other, and which of them are worth it must be learned. With hundreds
+# of millions of images that freedom wins (paper, figure 3). With fifty thousand we lend it the
+# truths in another form: altered copies of each image under the same label.
 
 
 # ---- 6. Data and augmentation --------------------------------------------------------------------
@@ -480,8 +483,9 @@ def open_image(path, background=(128, 128, 128)):
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
+                # MPO: a phone's photo and its by-products, to be taken for one picture
                 frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
-                image = ImageOps.exif_transpose(file)   # (MPO: a phone's photo and its by-products)
+                image = ImageOps.exif_transpose(file)
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); check the path, or save it "
                          f"as PNG in another program") from None
@@ -503,7 +507,7 @@ def square_of(image):
 
 
 def fit(image, size):
-    """That square, resized to (size, size)."""
+    """The middle square of a PIL image, resized to (size, size)."""
     return image.crop(square_of(image)).resize((size, size), Image.Resampling.BICUBIC)
 
 
@@ -520,8 +524,8 @@ SHAPE_COUNTS = {"train": 4000, "test": 1000}
 
 def draw_figure(ring, size, generator):
     """The pixels of a disc or ring of random radius and place: (size, size) bool."""
-    radius, x, y = torch.rand(3, generator=generator)
-    radius = size * (0.14 + 0.12 * radius)
+    r, x, y = torch.rand(3, generator=generator)
+    radius = size * (0.14 + 0.12 * r)
     x, y = radius + x * (size - 2 * radius), radius + y * (size - 2 * radius)
     middle = torch.arange(size) + 0.5                                       # of each pixel
     distance = torch.hypot(middle[None, :] - x, middle[:, None] - y)        # (S, S)
@@ -588,7 +592,7 @@ def say(text, keep=True):
 
 
 def decode(pictures, image_size, device):
-    """Such a sequence as tensors on the device: images uint8 (n, 3, S, S), labels int64 (n,)."""
+    """Pairs (PIL image, label) as tensors on the device: uint8 (n, 3, S, S), int64 (n,)."""
     images = torch.empty(len(pictures), 3, image_size, image_size, dtype=torch.uint8)
     labels = torch.empty(len(pictures), dtype=torch.int64)
     for i, (picture, label) in enumerate(pictures):
@@ -600,7 +604,7 @@ def decode(pictures, image_size, device):
 
 @dataclass
 class Data:
-    """A data set on its device. mean and std are those of the training images, from 0 to 1."""
+    """A data set on its device. mean and std are those of training images, from 0 to 1."""
     images: torch.Tensor            # uint8 (n, C, S, S)
     labels: torch.Tensor            # int64 (n,)
     test_images: torch.Tensor
@@ -608,7 +612,7 @@ class Data:
     classes: list                   # K names
     mean: torch.Tensor              # (C, 1, 1)
     std: torch.Tensor               # (C, 1, 1)
-    alter: bool                     # whether more than flips is right for them
+    alter: bool                     # False: only flips are right for them
 
 
 def load_data(config, image_size, device):
@@ -626,7 +630,7 @@ def load_data(config, image_size, device):
                          f"training images; make it smaller")
     images, labels = decode(pictures, image_size, device)
     test_images, test_labels = decode(test_pictures, image_size, device)
-    some = images[::max(1, len(images) // 1000)].float() / 255  # from all classes: they are sorted
+    some = images[::max(1, len(images) // 1000)].float() / 255              # a sample will do
     std, mean = torch.std_mean(some, dim=(0, 2, 3), keepdim=True)           # (1, C, 1, 1)
     return Data(images, labels, test_images, test_labels, classes, mean[0], std[0].clamp(min=0.01),
                 alter=config.data != "shapes")
@@ -638,19 +642,20 @@ def load_data(config, image_size, device):
 #   - A flip, left to right: a cat in a mirror is a cat. (False for text, and for some road signs.)
 #   - A shift by up to an eighth of the side, 4 pixels of 32: things need not be in the middle. It
 #     also moves the content against the grid of patches, so that no edge always falls at the same
-#     place of a patch. The rim laid bare is filled with 0, after normalisation the mean colour.
+#     place of a patch. The rim laid bare is filled with 0, which is the mean colour.
 #   - A policy, TrivialAugment (2103.10158): one operation drawn from fourteen, of random strength:
-#     turned, sheared, darker, with fewer colours. A cat is one in any light and from any side.
+#     turned, sheared, moved, darker, with fewer colours. A cat is one in any light and from any
+#     side, though the strongest operations leave little of it.
 #   - A mix of two images under a mix of their labels. MixUp (1710.09412) lays one over the other,
 #     CutMix (1905.04899) pastes in a rectangle. Halfway between two pictures the answer should be
 #     halfway too, and a part should do where the whole is hidden.
 #
 # `shapes` are told apart by colour and lie everywhere already: they are only flipped.
 #
-# How much of the strong ones, policy and mix? They lose in short runs and win in long ones: whoever
-# has not learned the plain images gains nothing from harder ones, and whoever sees them for the
-# fiftieth time knows them by heart. So the share of the batches that get them grows with the run:
-# none up to 10 epochs, all from 100. In the last tenth of a run nothing is mixed: the model ends on
+# How much of the strong ones, policy and mix? They lose in short runs and win in long ones: a model
+# that has not learned the plain images gains nothing from harder ones, and one that sees them for
+# the fiftieth time knows them by heart. So their share of the batches depends on the length of the
+# run: none up to 10 epochs, all from 100. In its last tenth nothing is mixed: the model ends on
 # images as the test shows them.
 
 def strong_share(epochs):
@@ -664,7 +669,7 @@ def normalise(images, mean, std):
 
 
 def shift_and_flip(x, most):
-    """Move each image of a batch by up to `most` pixels, flip every other: (B, C, H, W), float.
+    """Move each image of a batch by up to `most` pixels, flip half at random: (B, C, H, W) float.
 
     `unfold` shows the padded images through every possible window of the old size, without copying
     any of them; one indexing operation then picks a window for each.
@@ -679,14 +684,14 @@ def shift_and_flip(x, most):
 
 
 def augment(images, labels, data, policy=0.0, mix=0.0):
-    """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,) -> the
-    same, or if they were mixed, float32 (B, K).
+    """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,).
 
-    `policy` and `mix` are the probabilities that the batch gets each. The policy draws one
-    operation a call, so it is called on slices of the batch: many operations in one step.
+    `policy` and `mix` are the probabilities that the batch gets each; if it was mixed, the labels
+    are float32 (B, K). The policy draws one operation a call, so it is called on slices of the
+    batch: many operations in one step.
     """
     if policy and torch.rand(()) < policy:
-        trivial = v2.TrivialAugmentWide(fill=(255 * data.mean.flatten()).tolist())
+        trivial = v2.TrivialAugmentWide(fill=128)                           # grey, where laid bare
         images = torch.cat([trivial(part) for part in images.split(8)])     # (B, C, H, W)
     x = normalise(images, data.mean, data.std)
     x = shift_and_flip(x, images.shape[-1] // 8 if data.alter else 0)       # (B, C, H, W)
@@ -701,12 +706,12 @@ def augment(images, labels, data, policy=0.0, mix=0.0):
 #
 # AdamW (1711.05101) divides the running mean of each weight's gradient by that gradient's usual
 # size, so that every weight moves at about the same pace. Muon (Keller Jordan, 2024; 2502.16982)
-# takes the gradient of a matrix as a whole: by a few matrix products it sets all singular values of
-# its running mean, the strengths of the directions it would push in, to about 1. The few directions
-# that dominate a gradient then count no more than the rare ones, which are learned as well. Its
-# step has a fixed size whatever the gradient, so its rate is larger than AdamW's. Singular values
-# exist only for matrices: those of the blocks get Muon. What meets raw pixels or single classes
-# (`patch_embed`, `head`) fares better with AdamW in practice, as do all vectors.
+# takes the gradient of a matrix as a whole: by a few matrix products it brings all singular values
+# of the running mean, the strengths of the directions it would push in, to about 1. The few
+# directions that dominate a gradient then count no more than the rare ones, which are learned as
+# well. The numbers in such a step are small, about 1 / sqrt(D), where AdamW's are nearer to 1: so
+# its rate is larger. Vectors have no singular values, and what meets raw pixels or single classes
+# (`patch_embed`, `head`) fares better with AdamW in practice: Muon gets the matrices of the blocks.
 #
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
@@ -740,12 +745,12 @@ def make_optimizers(model, config):
     return optimizers
 
 
-# The learning rate rises along a line, then falls along half a cosine. It rises because the first
-# gradients soon point elsewhere, and because the running means rest on few samples then: full steps
-# could throw the weights so far that it takes long to recover. It falls because at a constant rate
-# the weights keep jumping about in the valley, and small steps let them settle. The cosine stays
-# high for long, ends flat, and has nothing to tune. All this is a function of the step alone, so a
-# resumed run needs no memory of it.
+# The learning rate rises along a line, because the first gradients soon point elsewhere and the
+# running means rest on few samples: full steps could throw the weights so far that it takes long to
+# recover. Then it falls along half a cosine: at a constant rate the weights keep jumping about in
+# the valley, and small steps let them settle. The cosine stays high for much of the run, ends flat,
+# and has nothing to tune. As all this depends on the step alone, a resumed run needs no memory of
+# it.
 
 def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     """The rate at `step`, from 0: peak is reached at warmup_steps, final at total_steps."""
@@ -817,7 +822,7 @@ def update(loss, model, optimizers, scaler, clip):
 # softened one says when to stop.
 #
 # What counts in the end is the accuracy: how often is the most probable class the right one, on
-# images that were never trained on? Dropout and drop path are off (`eval`), no gradients are kept.
+# images that were never trained on? Dropout and drop path are off then (`eval`).
 
 @torch.inference_mode()
 def predict(model, images, mean, std, dtype, batch_size=500):
@@ -858,7 +863,7 @@ def whole_file(path):
 
 
 def check_output(path, suffix):
-    """Raises InputError if no file can be put at `path`, before hours go into its content."""
+    """Make sure that a file can be put at `path`, before hours go into its content."""
     folder = Path(path).parent
     if Path(path).suffix != suffix or Path(path).is_dir():
         raise InputError(f"--out {path} must be the name of a {suffix} file")
@@ -947,13 +952,14 @@ def restore(run, data, checkpoint):
 # 3, a run draws in epoch 4 what it would have drawn anyway.
 #
 # On a GPU, to look at the loss is to wait until it is computed, and meanwhile nothing new is sent
-# there. So we look twice a second and not at every step. Whoever looks also checks: once the loss
-# is infinite or no number, all further steps are wasted.
+# there. So it is looked at twice a second and not at every step; at step 20 for good, to tell early
+# how long the run will take. Whoever looks also checks: once the loss is infinite or no number, all
+# further steps are wasted.
 
 def train_epoch(run, data, config, dtype):
-    """One pass over the training images in a new order: mean loss and accuracy, two floats."""
+    """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
-    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))
+    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: the seed began the weights
     run.model.train()
     order = torch.randperm(len(data.images), device=device)
     steps = len(order) // B             # the few images that fill no batch wait for another epoch
@@ -979,14 +985,14 @@ def train_epoch(run, data, config, dtype):
         now = time.perf_counter()
         if now - looked > 0.5 or step == 20 or i + 1 == steps:
             looked, pace = now, (now - begun) / (i + 1)                     # seconds a step
-            loss, accuracy = (total / (i + 1)).tolist()
-            if not math.isfinite(loss):
-                raise InputError(f"the loss is {loss} at step {step}; the last checkpoint is as it "
-                                 f"was. Try a lower --lr and --muon-lr, or --amp off")
-            say(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {loss:.3f}  "
+            mean_loss, accuracy = (total / (i + 1)).tolist()
+            if not math.isfinite(mean_loss):
+                raise InputError(f"the loss is {mean_loss} at step {step}; nothing of this epoch "
+                                 f"is saved. Try a lower --lr and --muon-lr, or --amp off")
+            say(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
                 f"lr {group['lr']:.1e}  {B / pace:,.0f} images/s  "
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", keep=step == 20)
-    return loss, accuracy
+    return mean_loss, accuracy, B / pace
 
 
 def prepare(config, vit_config, checkpoint=None):
@@ -1003,7 +1009,7 @@ def prepare(config, vit_config, checkpoint=None):
     if Path(config.out).exists() and config.out != config.resume:
         old = Path(config.out).with_suffix(".old.pt")
         os.replace(config.out, old)
-        say(f"{config.out} was there already; it is now {old}")
+        say(f"{config.out} was there already; it is now {old}, its log will be overwritten")
     vit, tokens = model.config, model.pos_embed.shape[1]
     if tokens <= 16:
         say(f"warning: {tokens - 1} patches are too few to attend to; make --patch-size smaller")
@@ -1016,8 +1022,7 @@ def prepare(config, vit_config, checkpoint=None):
     return run, data, dtype
 
 
-# The loss in training is not comparable with that of the test: it is on altered images, with the
-# smoothing in it, and a mean over an epoch in which the model changed. The heading says so.
+# The two losses of the log are not comparable: that of training has the smoothing in it as well.
 
 LOG_HEADING = """
        on altered images, while     on the test images,
@@ -1030,9 +1035,7 @@ def train(run, data, config, dtype):
     first = len(run.history) + 1
     for epoch in range(first, config.epochs + 1):
         start = time.perf_counter()
-        loss, accuracy = train_epoch(run, data, config, dtype)
-        speed = len(data.images) // config.batch_size * config.batch_size / (
-            time.perf_counter() - start)
+        loss, accuracy, speed = train_epoch(run, data, config, dtype)
         test_loss, test_accuracy = evaluate(run.model, data, dtype)
         seconds = time.perf_counter() - start
         run.history.append({
@@ -1051,8 +1054,8 @@ def train(run, data, config, dtype):
 # of section 3, (B, h, N, N) for every block, and gives a number for every patch. Token 0 is the
 # class token: row 0 is what it took, and columns 1 and up are the patches.
 #
-# CLS attention (CLS: the class token) is that row of block l, A_l[i, 0, 1:] for head i: what the
-# class token read there. But it read tokens, and these had read others in the blocks before.
+# CLS attention (CLS: the class token) is that row of block l, A_l[head, 0, 1:] for each head: what
+# the class token read there. But it read tokens, and these had read others in the blocks before.
 #
 # Rollout (Abnar and Zuidema, 2005.00928) follows that back. It assumes that half of what leaves a
 # block came through the residual and half through attention:
@@ -1081,13 +1084,14 @@ def attention_rollout(attention):
 # times weight, cut off below 0, is the evidence that flowed there. The mean over heads comes after
 # the cut, or a head that speaks against the class would silence one that speaks for it:
 #
-#     A'_l = mean over heads of max(0, dy_c/dA_l * A_l),      R = I;  R <- R + A'_l R,  l = 1 ... L
+#     G_l = mean over heads of max(0, dy_c/dA_l * A_l),      R = I;  R <- R + G_l R,  l = 1 ... L
 #
-# The first R is the residual. Rows are not normalised. Of the three it alone can tell classes
-# apart. It sees no evidence against a class, and nothing that happens inside an MLP.
+# In R + G_l R, the R alone is the residual. Rows are not normalised. Of the three maps this alone
+# can tell classes apart. It sees no evidence against a class, and of the MLPs no more than their
+# gradient.
 
 def relevance_matrix(attention, gradients):
-    """Both: L tensors (B, h, N, N), block 1 first; returns R (B, N, N)."""
+    """attention, gradients: L tensors (B, h, N, N), block 1 first; returns R (B, N, N)."""
     R = torch.eye(attention[0].shape[-1], device=attention[0].device)
     for A, gradient in zip(attention, gradients, strict=True):
         R = R + (gradient * A).clamp(min=0).mean(dim=1) @ R             # (B, N, N)
@@ -1116,14 +1120,14 @@ def relevance(model, images, target):
 # share".
 
 def times_uniform(values):
-    """Scale (..., N-1) to a mean of 1 over the patches; a map of zeros stays one."""
+    """Scale (..., N-1) to a mean of 1 over the patches; zeros stay zeros."""
     mean = values.mean(dim=-1, keepdim=True)
     return values / mean.where(mean > 0, torch.ones_like(mean))
 
 
-# The picture. A, the answer: the image, what the model got of it, what it says, and the three maps.
-# B, the evidence: what the class token read in every block and head. Each patch is drawn as one
-# even square: the model knows nothing finer.
+# The picture. On the left is the answer: the image, what the model got of it, what it says, and the
+# three maps. On the right is the evidence: what the class token read in every block and head. Each
+# patch is one even square, as attention knows nothing finer.
 
 def show_map(axes, values, view, grid, top, alpha=1.0):
     """Lay a map (N-1,), scale 0 to `top`, over the grey image; returns what a colour bar needs."""
@@ -1135,7 +1139,7 @@ def show_map(axes, values, view, grid, top, alpha=1.0):
 
 
 def draw_answer(figure, photo, view, bars, maps, model):
-    """Part A. bars: [(class, probability)], best first; maps: {title: (N-1,)}, times uniform."""
+    """The left. bars: [(class, probability)], best first; maps: {title: (N-1,)}, times uniform."""
     (image, model_view, says), below = figure.add_gridspec(
         2, 3, left=0.02, right=0.6, top=0.85, bottom=0.11, wspace=0.36, hspace=0.2).subplots()
     left, top, right, bottom = square_of(photo)
@@ -1166,7 +1170,7 @@ def draw_answer(figure, photo, view, bars, maps, model):
 
 
 def draw_evidence(figure, maps, view, grid):
-    """Part B. maps: L tensors (h, N-1), times uniform; a row for each block, block 1 on top."""
+    """The right. maps: L tensors (h, N-1), times uniform; a row for each block, block 1 on top."""
     L, h = len(maps), len(maps[0])
     cells = figure.add_gridspec(L, h, left=0.69, right=0.94, top=0.85, bottom=0.11, wspace=0.06,
                                 hspace=0.06).subplots(squeeze=False)
@@ -1190,32 +1194,34 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None):
         logits, attention = model(images, return_attention=True)
     probabilities, order = logits[0].softmax(dim=0).sort(descending=True)
     bars = [(classes[i], p) for i, p in zip(order[:5].tolist(), probabilities[:5].tolist())]
-    c = order[0] if target is None else torch.tensor(target)
-    share = probabilities[order == c].item()
+    c = order[0].item() if target is None else target
+    share = logits[0].softmax(dim=0)[c].item()
     maps = {f"CLS attention, block {len(attention)}, all heads": attention[-1].mean(1)[0, 0, 1:],
             f"rollout, blocks 1 to {len(attention)}": attention_rollout(attention)[0],
             f"relevance for {classes[c][:16]} ({share:.0%})": relevance(model, images, c)[0]}
     figure = Figure(figsize=(16, 9), dpi=100)
     draw_answer(figure, photo, view, bars, {k: times_uniform(v) for k, v in maps.items()}, model)
     draw_evidence(figure, [times_uniform(A[0, :, 0, 1:]) for A in attention], view, model.grid)
-    figure.text(0.02, 0.93, "A   The answer", fontsize=17, weight="bold")
-    figure.text(0.665, 0.93, "B   The evidence: CLS attention", fontsize=17, weight="bold")
+    figure.text(0.02, 0.93, "The answer", fontsize=17, weight="bold")
+    figure.text(0.665, 0.93, "The evidence: CLS attention", fontsize=17, weight="bold")
     figure.text(0.02, 0.04, "1 x uniform: no preference.   Attention is where information flowed, "
                 "no proof of why the model answers as it does (Jain and Wallace, 1902.10186).")
     with whole_file(path) as file:
         figure.savefig(file, format="png")
 
 
-# What the model learnt, in three pictures (paper, figure 7). Left, what E looks for in a patch: its
-# principal components; expect smooth waves and opposed colours. Middle, how alike the vectors of
-# the places are; expect each to be like its neighbours, its row and its column. Right, how far each
-# head looks: the mean distance from a patch to the patches that it reads, weighted by attention.
-# Expect near and far side by side in the first blocks; a convolution would begin with near alone.
+# What the model learnt, in three pictures (paper, figure 7). Left, the principal components of what
+# E looks for in a patch; expect smooth waves and opposed colours. Middle, how alike the vectors of
+# the places are. Here they began so, each like its neighbours; see what training made of it. Right,
+# how far each head looks: the mean distance from a patch to those it reads, weighted by attention.
+# Expect near and far side by side in the first blocks, where a convolution has only near.
+# paper: its positions began at random, so that their whole pattern was learned.
 
 def attention_distance(attention, grid, patch_size):
     """How far every head looks, in pixels. attention: L tensors (B, h, N, N); returns (L, h)."""
-    places = patch_size * torch.cartesian_prod(*(torch.arange(n).float() for n in grid))
-    far = torch.cdist(places, places)                                           # (N-1, N-1)
+    rows, cols = grid
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(cols)).float()       # (N-1, 2)
+    far = patch_size * torch.cdist(places, places)                              # (N-1, N-1)
     patches = [A[:, :, 1:, 1:] / A[:, :, 1:, 1:].sum(dim=-1, keepdim=True) for A in attention]
     return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])
 
@@ -1286,21 +1292,21 @@ def make_parser():
                             help="image files; test:7 is the eighth test image of its data; none "
                             "at all: what the model learnt, its filters, positions and distances")
     viz_parser.add_argument("--target", metavar="CLASS",
-                            help="the class of the relevance map (default: the most probable)")
+                            help="for the relevance map of IMAGE (default: the most probable)")
     viz_parser.add_argument("--out", metavar="FILE", help="the picture, if it is one (default, in "
                             "the folder you are in: IMAGE_attention.png, learnt.png)")
     return parser
 
 
-# A resumed run is the same run: files may have moved, all else is settled. Only its length may
-# grow, which stretches the schedule: after a finished run the learning rate jumps up again.
+# A resumed run is the same run: only where things lie, and its length, may change. More epochs
+# stretch the schedule: after a finished run the learning rate jumps up again.
 
 RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device")
 
 
 def run_train(typed):
-    sizes = zip(("dim", "depth", "num_heads"), VARIANTS.get(typed.pop("variant", None), ()))
-    options, checkpoint = dict(sizes) | typed, None
+    sizes = VARIANTS[typed.pop("variant")] if "variant" in typed else ()
+    options, checkpoint = dict(zip(("dim", "depth", "num_heads"), sizes)) | typed, None
     if typed.get("resume"):
         checkpoint = load_checkpoint(typed["resume"])
         before = asdict(checkpoint["vit"]) | asdict(checkpoint["train"])
@@ -1366,7 +1372,8 @@ def run_eval(typed):
         say(f"{table[i, i] / table[i].sum().clamp(min=1):8.1%}  {classes[i]}")
     say("\nmistakes  the most frequent")
     for i in table.fill_diagonal_(0).flatten().topk(min(5, K)).indices.tolist():
-        say(f"{table[i // K, i % K]:8}  {classes[i // K]} taken for {classes[i % K]}")
+        if count := table[i // K, i % K].item():
+            say(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
     return 0
 
 
@@ -1382,7 +1389,7 @@ def run_viz(typed):
     if not outs:
         check_output(out := typed["out"] or "learnt.png", ".png")
         tests = open_split(checkpoint["train"].data, "test", size)[0]
-        some = range(0, len(tests), max(1, len(tests) // 50))
+        some = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
         images = torch.stack([pil_to_tensor(fit(tests[i][0], size)) for i in some])
         draw_learnt(out, model, normalise(images, mean, std))
         say(f"wrote {out}")
@@ -1403,7 +1410,7 @@ def main(argv=None):
         typed = vars(make_parser().parse_args(argv))
         return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
     except InputError as error:
-        say("", keep=False)
+        say("", keep=False)                 # wipe the status line
         print(f"vit.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
