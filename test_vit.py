@@ -395,10 +395,11 @@ def test_strength_grows_with_the_run():
 
 
 def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeypatch):
-    seen, real = [], vit.augment
+    seen, batches, real = [], [], vit.augment
 
     def spy(images, labels, data, policy, mix):
         seen.append((policy, mix))
+        batches.append(labels)
         return real(images, labels, data, policy, mix)
 
     monkeypatch.setattr(vit, "augment", spy)
@@ -410,6 +411,9 @@ def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeyp
         run.history = [None] * done
         loss, accuracy, _ = vit.train_epoch(run, noise_data(), config, torch.float32)
         assert math.isfinite(loss) and 0 <= accuracy <= 1
+        rate = vit.learning_rate(2 * done + 1, 200, 20, config.lr)          # two steps an epoch
+        assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+    assert not torch.equal(batches[0], batches[2])                          # another order
     assert seen[::2] == [(1, 1), (1, 1), (1, 0), (1, 0)]
     run.history = []
     vit.train_epoch(run, noise_data(alter=False), config, torch.float32)
@@ -828,16 +832,14 @@ def test_relevance_of_a_model():
 
 
 def test_relevance_pairs_each_gradient_with_its_block():
-    """Only block 2 has a say in the logit (its successor is cut off), so only its weights count."""
+    """Only the attention of block 1 has a say in the logit, so only its weights count."""
     model, images = random_model(depth=3), random_images(1, 3, 16, 16)
     with torch.no_grad():
-        for name in ("attn.proj", "mlp.fc2"):
-            for i in (0, 2):
-                layer = model.blocks[i].get_submodule(name)
-                layer.weight.zero_()
+        for block in model.blocks[1:]:
+            block.attn.proj.weight.zero_()
     logits, attention = model(images, return_attention=True)
-    gradient = torch.autograd.grad(logits[0, 4], attention[1])[0]
-    row = (gradient * attention[1]).clamp(min=0).mean(1)[0, 0, 1:]
+    gradient = torch.autograd.grad(logits[0, 4], attention[0])[0]
+    row = (gradient * attention[0]).clamp(min=0).mean(1)[0, 0, 1:]
     torch.testing.assert_close(vit.relevance(model, images, 4)[0], row)
 
 

@@ -1281,7 +1281,8 @@ def make_parser():
     for f in (f for f in (*fields(ViTConfig), *fields(TrainConfig)) if f.metadata):
         groups[f.metadata["group"]].add_argument(
             "--" + f.name.replace("_", "-"), type=f.type, choices=f.metadata["choices"],
-            default=argparse.SUPPRESS, metavar=None if f.metadata["choices"] else "",
+            metavar=None if f.metadata["choices"] else f.type.__name__.upper(),
+            default=argparse.SUPPRESS,
             help=f"{f.metadata['help']} (default: {f.default or repr(f.default)})")
     eval_parser = commands.add_parser("eval", help="test it, class by class", allow_abbrev=False)
     viz_parser = commands.add_parser("viz", help="see what it looks at", allow_abbrev=False)
