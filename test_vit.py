@@ -959,6 +959,7 @@ def workshop(tmp_path_factory, trained):
         root / "whole.jpg")
     (root / "cut.jpg").write_bytes((root / "whole.jpg").read_bytes()[:2000])
     (root / "file").touch()
+    (root / "log.csv").mkdir()
     return root
 
 
@@ -977,7 +978,8 @@ BAD = [
     ("train --resume text.png", "text.png"), ("train --resume vit.pt", "--epochs"),
     ("train --resume vit.pt --epochs 3 --dim 64", "--dim is 32"),
     ("train --resume vit.pt --epochs 3 --data good", "--data"),
-    ("viz --ckpt vit.pt --target cow", "cow"), ("viz --ckpt vit.pt --out x.pdf", "x.pdf"),
+    ("viz --ckpt vit.pt --target cow", "cow"), ("viz --ckpt vit.pt --target 'red disc'", "--image"),
+    ("train --data shapes --batch-size 8 --out log.pt", "log.csv"), ("viz --ckpt vit.pt --out x.pdf", "x.pdf"),
     ("eval", "--ckpt"), ("eval --ckpt missing.pt", "missing.pt"), ("eval --ckpt vit.pt --data good", "good"),
     ("eval --ckpt vit.pt --data nowhere", "nowhere"), ("viz --ckpt missing.pt --image test:0", "missing.pt"),
     ("viz --ckpt good --image test:0", "good"), ("viz --ckpt vit.pt --image missing.png", "missing.png"),

@@ -185,7 +185,8 @@ class PatchEmbed(nn.Module):
 #
 # Why sqrt(d), d being the length of a query? If the numbers in q and k are independent, of mean 0
 # and variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of
-# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
+# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow. (Here the
+# weights start so small that there is no danger yet: the division is for what they grow to.)
 #
 # By hand, one query and three tokens, d = 4:
 #
@@ -481,6 +482,7 @@ def open_image(path, background=(128, 128, 128)):
     """
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # of damaged EXIF data, for one
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
                 # MPO: a phone's photo and its by-products, to be taken for one picture
@@ -1006,6 +1008,7 @@ def prepare(config, vit_config, checkpoint=None):
     run = Run(model, make_optimizers(model, config), scaler, [])
     if checkpoint:
         restore(run, data, checkpoint)
+        say(f"{config.resume} goes on after epoch {len(run.history)}")
     if Path(config.out).exists() and config.out != config.resume:
         old = Path(config.out).with_suffix(".old.pt")
         os.replace(config.out, old)
@@ -1132,7 +1135,7 @@ def times_uniform(values):
 def show_map(axes, values, view, grid, top, alpha=1.0):
     """Lay a map (N-1,), scale 0 to `top`, over the grey image; returns what a colour bar needs."""
     extent = (0, view.width, view.height, 0)
-    axes.imshow(view.convert("L"), cmap="gray", extent=extent)
+    axes.imshow(view.convert("L"), cmap="gray", vmin=-255, vmax=511, extent=extent)     # faded
     axes.set(xticks=[], yticks=[])
     return axes.imshow(values.reshape(grid).numpy(), cmap="viridis", vmin=0, vmax=top, alpha=alpha,
                        interpolation="nearest", extent=extent)
@@ -1172,7 +1175,7 @@ def draw_answer(figure, photo, view, bars, maps, model):
 def draw_evidence(figure, maps, view, grid):
     """The right. maps: L tensors (h, N-1), times uniform; a row for each block, block 1 on top."""
     L, h = len(maps), len(maps[0])
-    cells = figure.add_gridspec(L, h, left=0.69, right=0.94, top=0.85, bottom=0.11, wspace=0.06,
+    cells = figure.add_gridspec(L, h, left=0.69, right=0.93, top=0.85, bottom=0.11, wspace=0.06,
                                 hspace=0.06).subplots(squeeze=False)
     top, size = float(max(values.max() for values in maps)), max(4, min(11, 80 / L, 60 / h))
     for block in range(L):
@@ -1181,7 +1184,7 @@ def draw_evidence(figure, maps, view, grid):
         cells[block, 0].set_ylabel(f"block {block + 1}", fontsize=size)
     for head in range(h):
         cells[0, head].set_title(f"head {head + 1}", fontsize=size)
-    figure.colorbar(drawn, cax=figure.add_axes((0.95, 0.11, 0.008, 0.74)), label="x uniform")
+    figure.colorbar(drawn, cax=figure.add_axes((0.94, 0.11, 0.008, 0.74)), label="x uniform")
 
 
 def draw_picture(path, photo, view, model, mean, std, classes, target=None):
@@ -1214,7 +1217,8 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None):
 # E looks for in a patch; expect smooth waves and opposed colours. Middle, how alike the vectors of
 # the places are. Here they began so, each like its neighbours; see what training made of it. Right,
 # how far each head looks: the mean distance from a patch to those it reads, weighted by attention.
-# Expect near and far side by side in the first blocks, where a convolution has only near.
+# Expect near and far side by side in the first blocks, where a convolution has only near. (All this
+# after many epochs of photographs; a few epochs of `shapes` leave most of it as it began.)
 # paper: its positions began at random, so that their whole pattern was learned.
 
 def attention_distance(attention, grid, patch_size):
@@ -1250,7 +1254,7 @@ def draw_learnt(path, model, images):
     even = attention_distance([torch.ones_like(attention[0])], model.grid, model.config.patch_size)
     distances.axhline(even[0, 0].item(), color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
-                  xticks=range(1, len(far) + 1), ylim=(0, 1.5 * even[0, 0].item()))
+                  xticks=range(1, len(far) + 1), ylim=(0, 1.5 * even[0, 0].item() or 1))
     distances.legend()
     for axes in (filters, positions):
         axes.axis("off")
@@ -1319,6 +1323,8 @@ def run_train(typed):
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
     check_output(config.out, ".pt")
+    for suffix in (".csv", ".png"):
+        check_output(Path(config.out).with_suffix(suffix), suffix)
     if checkpoint and config.epochs <= checkpoint["epoch"]:
         raise InputError(f"{config.resume} has had its {checkpoint['epoch']} epochs; to go on, ask "
                          f"for more with --epochs")
@@ -1383,10 +1389,13 @@ def run_viz(typed):
     classes, size, target = checkpoint["classes"], model.config.image_size, typed["target"]
     if target is not None and target not in classes:
         raise InputError(f"--target {target} is none of {', '.join(classes)}")
+    if target and not typed["image"]:
+        raise InputError("--target is the class of a relevance map; give the --image as well")
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in typed["image"]]
     if len({Path(name).resolve() for name in outs + typed["image"]}) < 2 * len(outs):
-        raise InputError("two files would be the same; draw one image at a time, and give --out")
+        raise InputError("two of these files would be the same; give each image a call of its own, "
+                         "with an --out of its own")
     if not outs:
         check_output(out := typed["out"] or "learnt.png", ".png")
         tests = open_split(checkpoint["train"].data, "test", size)[0]
@@ -1412,7 +1421,7 @@ def main(argv=None):
         return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
     except InputError as error:
         say("", keep=False)                 # wipe the status line
-        print(f"vit.py: {error}", file=sys.stderr)
+        print(f"vit.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
