@@ -734,7 +734,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(few_shapes, monkeypatch, capsys
     monkeypatch.setattr(vit.ViT, "initialise", lambda self: torch.nn.init.constant_(self.head.bias, torch.nan))
     assert vit.main(["train", "--data", "shapes", "--epochs", "1", "--amp", "off", *TINY_RUN]) == 2
     error = capsys.readouterr().err
-    assert "loss is nan at step 3" in error and "--lr" in error and not Path("vit.pt").exists()
+    assert re.search("loss is nan at step [0-3];", error) and "--lr" in error
+    assert not Path("vit.pt").exists()
 
 
 def test_ctrl_c_leaves_the_last_checkpoint(few_shapes, monkeypatch, capsys):
