@@ -716,6 +716,11 @@ def test_a_new_run_keeps_the_old_checkpoint(few_shapes, capsys):
     before = Path("vit.pt").read_bytes()
     assert vit.main(command) == 0
     assert Path("vit.old.pt").read_bytes() == before and "vit.old.pt" in capsys.readouterr().out
+    newer = Path("vit.pt").read_bytes()                         # not moved for a run that saves nothing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vit, "train_epoch", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert vit.main(command) == 130
+    assert Path("vit.pt").read_bytes() == newer and Path("vit.old.pt").read_bytes() == before
 
 
 def test_evaluation_counts(monkeypatch):
@@ -994,6 +999,7 @@ BAD = [
     ("viz --ckpt vit.pt --image whole.jpg text.png --out x.png", "--out"),
     ("viz --ckpt vit.pt --image whole.jpg good/whole.jpg", "same"),
     ("viz --ckpt vit.pt --image text.png --out text.png", "same"),
+    ("train --resume ''", "checkpoint"), ("viz --ckpt text.png --image whole.jpg", "text.png"),
 ]
 
 

@@ -1009,10 +1009,6 @@ def prepare(config, vit_config, checkpoint=None):
     if checkpoint:
         restore(run, data, checkpoint)
         say(f"{config.resume} goes on after epoch {len(run.history)}")
-    if Path(config.out).exists() and config.out != config.resume:
-        old = Path(config.out).with_suffix(".old.pt")
-        os.replace(config.out, old)
-        say(f"{config.out} was there already; it is now {old}, its log will be overwritten")
     vit, tokens = model.config, model.pos_embed.shape[1]
     if tokens <= 16:
         say(f"warning: {tokens - 1} patches are too few to attend to; make --patch-size smaller")
@@ -1033,6 +1029,14 @@ LOG_HEADING = """
 epoch        loss   accuracy        loss  accuracy      images/s       time"""
 
 
+def set_aside(path):
+    """Rename a checkpoint of an earlier run; done only when the new one is about to be written."""
+    if Path(path).exists():
+        old = Path(path).with_suffix(".old.pt")
+        os.replace(path, old)
+        say(f"{path} was there already; it is now {old}, its log is overwritten")
+
+
 def train(run, data, config, dtype):
     """The epochs that are left, with a test and a checkpoint after each."""
     first = len(run.history) + 1
@@ -1044,6 +1048,8 @@ def train(run, data, config, dtype):
         run.history.append({
             "epoch": epoch, "train_loss": loss, "train_accuracy": accuracy, "test_loss": test_loss,
             "test_accuracy": test_accuracy, "images_per_second": speed, "seconds": seconds})
+        if epoch == first and Path(config.out).resolve() != Path(config.resume).resolve():
+            set_aside(config.out)
         save_run(run, config, data)
         if epoch == first:
             say(LOG_HEADING)
@@ -1293,7 +1299,7 @@ def make_parser():
     for p in (eval_parser, viz_parser):
         p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
     eval_parser.add_argument("--data", help="(default: the data it was trained on)")
-    viz_parser.add_argument("--image", nargs="+", default=[], metavar="IMAGE",
+    viz_parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="IMAGE",
                             help="image files; test:7 is the eighth test image of its data; none "
                             "at all: what the model learnt, its filters, positions and distances")
     viz_parser.add_argument("--target", metavar="CLASS",
@@ -1312,7 +1318,7 @@ RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device")
 def run_train(typed):
     sizes = VARIANTS[typed.pop("variant")] if "variant" in typed else ()
     options, checkpoint = dict(zip(("dim", "depth", "num_heads"), sizes)) | typed, None
-    if typed.get("resume"):
+    if "resume" in typed:
         checkpoint = load_checkpoint(typed["resume"])
         before = asdict(checkpoint["vit"]) | asdict(checkpoint["train"])
         for name in options.keys() - RESUME_MAY_CHANGE:
@@ -1393,7 +1399,8 @@ def run_viz(typed):
         raise InputError("--target is the class of a relevance map; give the --image as well")
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in typed["image"]]
-    if len({Path(name).resolve() for name in outs + typed["image"]}) < 2 * len(outs):
+    files = [typed["ckpt"], *outs, *typed["image"]]
+    if len({Path(name).resolve() for name in files}) < len(files):
         raise InputError("two of these files would be the same; give each image a call of its own, "
                          "with an --out of its own")
     if not outs:
