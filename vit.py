@@ -204,8 +204,8 @@ class PatchEmbed(nn.Module):
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
 #
-# Dropout sets a random share of numbers to 0 in training and scales up the rest. paper: it spares
-# the weights of attention.
+# Dropout sets a random share of numbers to 0 in training and scales up the rest.
+# paper: it spares the weights of attention.
 
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, D) -> (B, N, D), and its weights (B, h, N, N)."""
@@ -427,7 +427,8 @@ class ViT(nn.Module):
         cls, places = self.pos_embed[:, :1], self.pos_embed[:, 1:]
         places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, rows, cols)
         places = F.interpolate(places, size=(rows, cols), mode="bicubic")
-        return torch.cat([cls, places.flatten(2).transpose(1, 2)], dim=1)
+        places = places.flatten(2).transpose(1, 2)                      # (1, rows*cols, D)
+        return torch.cat([cls, places], dim=1)                          # (1, 1 + rows*cols, D)
 
     def forward(self, images, return_attention=False):
         B, C, H, W = images.shape
@@ -657,8 +658,9 @@ def load_data(config, image_size, device):
 # How much of the strong ones, policy and mix? They lose in short runs and win in long ones: a model
 # that has not learned the plain images gains nothing from harder ones, and one that sees them for
 # the fiftieth time knows them by heart. So their share of the batches depends on the length of the
-# run: none up to 10 epochs, all from 100. In its last tenth nothing is mixed: the model ends on
-# images as the test shows them.
+# run: none up to 10 epochs, all from 100. (Both ends are as in published recipes; runs of more than
+# 10 epochs have not been measured yet.) In the last tenth of a run nothing is mixed: the model ends
+# on images as the test shows them.
 
 def strong_share(epochs):
     """The share of batches that get the policy, and of those that are mixed: 0 to 1."""
@@ -682,7 +684,7 @@ def shift_and_flip(x, most):
     top, left = torch.randint(2 * most + 1, (2, B), device=x.device)        # (B,) each
     x = windows[torch.arange(B, device=x.device), :, top, left]             # (B, C, H, W)
     flip = torch.rand(B, 1, 1, 1, device=x.device) < 0.5
-    return torch.where(flip, x.flip(3), x)
+    return torch.where(flip, x.flip(3), x)                                  # (B, C, H, W)
 
 
 def augment(images, labels, data, policy=0.0, mix=0.0):
@@ -873,6 +875,14 @@ def check_output(path, suffix):
         raise InputError(f"--out {path}: {folder} is not a folder to write in; make it first")
 
 
+def set_aside(path):
+    """Rename a checkpoint of an earlier run; done only when the new one is about to be written."""
+    if Path(path).exists():
+        old = Path(path).with_suffix(".old.pt")
+        os.replace(path, old)
+        say(f"{path} was there already; it is now {old}, its log is overwritten")
+
+
 def draw_curves(history, path):
     """Loss and accuracy over the epochs, a PNG."""
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -1027,14 +1037,6 @@ LOG_HEADING = """
        on altered images, while     on the test images,
        the model is learning        after the epoch
 epoch        loss   accuracy        loss  accuracy      images/s       time"""
-
-
-def set_aside(path):
-    """Rename a checkpoint of an earlier run; done only when the new one is about to be written."""
-    if Path(path).exists():
-        old = Path(path).with_suffix(".old.pt")
-        os.replace(path, old)
-        say(f"{path} was there already; it is now {old}, its log is overwritten")
 
 
 def train(run, data, config, dtype):
