@@ -8,11 +8,15 @@ the weights are. All run offline, on a CPU.
 import ast
 import csv
 import math
+import os
 import pickle
+import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -406,7 +410,7 @@ def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeyp
     config = vit.TrainConfig(epochs=100, batch_size=32)
     model = vit.ViT(vit.ViTConfig(**(SMALL | {"num_classes": 4})))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    run = vit.Run(model, vit.make_optimizers(model, config), scaler, [])
+    run = vit.Run(model.config, model, vit.make_optimizers(model, config), scaler, [])
     for done in (0, 89, 90, 99):
         run.history = [None] * done
         loss, accuracy, _ = vit.train_epoch(run, noise_data(), config, torch.float32)
@@ -678,6 +682,31 @@ def test_train_resume_viz(few_shapes, capsys):
     assert not list(few_shapes.glob("*.tmp"))
 
 
+def test_a_cnn_in_the_same_loop(few_shapes, capsys):
+    """torchvision's ResNet-18 but for its stem: trained, tested, and not to be drawn."""
+    model = vit.make_model("resnet18", vit.ViTConfig(num_classes=7))
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7) and model.layer1(
+        model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32)))).shape[2:] == (32, 32)
+    assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 993 * 513 - 64 * 3 * (49 - 9)
+    assert vit.main(["train", "--data", "shapes", "--epochs", "1", "--model", "resnet18", *TINY_RUN]) == 0
+    assert "in batches of 16, AdamW, seed" in capsys.readouterr().out
+    assert vit.main(["eval", "--ckpt", "vit.pt"]) == 0
+    assert vit.main(["viz", "--ckpt", "vit.pt", "--image", "test:0"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a compiler")
+def test_compiled_it_learns_the_same(few_shapes):
+    """And its checkpoint is plain."""
+    losses = []
+    for extra in ([], ["--compile"]):
+        assert vit.main(["train", "--data", "shapes", "--epochs", "1", "--amp", "off", *TINY_RUN, *extra]) == 0
+        checkpoint = vit.load_checkpoint("vit.pt")
+        losses.append(checkpoint["history"][0]["test_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert vit.main(["viz", "--ckpt", "vit.pt", "--image", "test:0"]) == 0
+
+
 def test_viz_target_and_what_it_learnt(few_shapes, trained, capsys):
     command = ["viz", "--ckpt", str(trained)]
     assert vit.main([*command, "--image", "test:1", "--target", "blue ring", "--out", "blue.png"]) == 0
@@ -721,6 +750,9 @@ def test_a_new_run_keeps_the_old_checkpoint(few_shapes, capsys):
         patch.setattr(vit, "train_epoch", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert vit.main(command) == 130
     assert Path("vit.pt").read_bytes() == newer and Path("vit.old.pt").read_bytes() == before
+    assert vit.main(command) == 0                               # and a third one keeps both
+    assert Path("vit.old2.pt").read_bytes() == newer and Path("vit.old.pt").read_bytes() == before
+    assert Path("vit.old2.csv").exists() and Path("vit.old2.png").exists()
 
 
 def test_evaluation_counts(monkeypatch):
@@ -777,9 +809,62 @@ def test_checkpoints_are_checked(trained, tmp_path, monkeypatch):
         Path(name).write_bytes(content)
         with pytest.raises(vit.InputError, match=says):
             vit.load_checkpoint(name)
-    state, model = vit.load_checkpoint(trained)["model"], vit.restore_model(trained)[1]
-    vit.load_weights(model, {"module._orig_mod." + name: value for name, value in state.items()})
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def altered(path, to, **parts):
+    """A copy of a checkpoint with other parts."""
+    torch.save(torch.load(path, weights_only=True) | parts, to)
+    return to
+
+
+def test_weights_of_a_wrapped_model_are_accepted(trained, tmp_path):
+    weights = torch.load(trained, weights_only=True)["model"]
+    wrapped = {"module._orig_mod." + name: weight for name, weight in weights.items()}
+    model = vit.restore_model(altered(trained, tmp_path / "x.pt", model=wrapped))[1]
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("part, value, says", [
+    ("vit", {"dim": 64}, "do not fit"), ("vit", {"depth": 256, "dim": 16384, "num_heads": 1}, "do not fit"),
+    ("vit", {"dim": "32"}, "of type int"), ("vit", {"num_heads": 3}, "--num-heads"),
+    ("vit", {"width": 3}, "width"), ("train", {"epochs": 0}, "--epochs"), ("train", {"amp": "fp8"}, "--amp"),
+    ("train", {"model": "resnet18"}, "do not fit"), ("model", {"head.bias": torch.full((10,), torch.nan)}, "finite"),
+    ("model", {"head.bias": torch.zeros(11)}, "do not fit"), ("model", {"tail": torch.zeros(1)}, "do not fit"),
+    ("mean", [0.5], "one number a channel"), ("std", [0.0, 1.0, 1.0], "one number a channel"),
+    ("std", [math.inf] * 3, "finite"), ("mean", "grey", "not a whole"), ("classes", ["cat"], "classes"),
+    ("classes", [1] * 10, "classes"), ("history", [], "history"), ("history", [{"epoch": 1}], "history"),
+    ("epoch", 7, "history"), ("format", 2, "format is 2")])
+def test_a_checkpoint_whose_parts_do_not_fit(trained, tmp_path, part, value, says):
+    """Refused before a model is built, however large the sizes that it declares."""
+    if isinstance(value, dict):
+        value = torch.load(trained, weights_only=True)[part] | value
+    with pytest.raises(vit.InputError, match="is not a whole checkpoint") as error:
+        vit.load_checkpoint(altered(trained, tmp_path / "x.pt", **{part: value}))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_foreign_optimizers_are_refused(few_shapes, trained, capsys):
+    for optimizers in ([], [{}, {}], [{"state": {}, "param_groups": []}] * 2, 3):
+        altered(trained, "x.pt", optimizers=optimizers)
+        monkey = ["train", "--resume", "x.pt", "--epochs", "2"]
+        vit.SHAPE_COUNTS["train"] = 32
+        assert vit.main(monkey) == 2
+        assert "optimizers do not fit" in capsys.readouterr().err
+
+
+class Payload:
+    def __reduce__(self):
+        return open, ("was-run", "w")
+
+
+def test_a_checkpoint_cannot_run_code(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    altered(trained, "bad.pt", classes=Payload())
+    torch.load("bad.pt", weights_only=False)["classes"].close()
+    Path("was-run").unlink()                            # so the payload is live
+    with pytest.raises(vit.InputError, match="not a whole checkpoint"):
+        vit.load_checkpoint("bad.pt")
+    assert not Path("was-run").exists()
 
 
 # ---- Seeing ---------------------------------------------------------------------------------------
@@ -966,6 +1051,11 @@ def workshop(tmp_path_factory, trained):
     (root / "cut.jpg").write_bytes((root / "whole.jpg").read_bytes()[:2000])
     (root / "file").touch()
     (root / "log.csv").mkdir()
+    Image.new("F", (9, 9), 0.5).save(root / "float.tif")
+    train = torch.load(trained, weights_only=True)["train"]
+    altered(trained, root / "longer.pt", train=train | {"epochs": 3})
+    cnn = vit.make_model("resnet18", vit.ViTConfig()).state_dict()
+    altered(trained, root / "cnn.pt", train=train | {"model": "resnet18"}, model=cnn)
     return root
 
 
@@ -984,6 +1074,11 @@ BAD = [
     ("train --resume text.png", "text.png"), ("train --resume vit.pt", "--epochs"),
     ("train --resume vit.pt --epochs 3 --dim 64", "--dim is 32"),
     ("train --resume vit.pt --epochs 3 --data good", "--data"),
+    ("train --resume longer.pt --epochs 1", "cannot be made shorter"), ("train --mlp-ratio 0.1 --dim 9", "--mlp-ratio"),
+    ("train --data good --batch-size 2 --image-size 4096 --patch-size 64", "GiB"),
+    ("train --model cnn", "cnn"), ("train --device cuda", "--device cuda"), ("train --label-smoothing 1", "--label"),
+    ("viz --ckpt cnn.pt --image whole.jpg", "no attention to draw"), ("viz --ckpt vit.pt --image float.tif", "grey"),
+    (f"train --out {'x' * 300}.pt", "too long"), ("viz --ckpt vit.pt --image test:1 --data nowhere", "nowhere"),
     ("viz --ckpt vit.pt --target cow", "cow"), ("viz --ckpt vit.pt --target 'red disc'", "--image"),
     ("train --data shapes --batch-size 8 --out log.pt", "log.csv"), ("viz --ckpt vit.pt --out x.pdf", "x.pdf"),
     ("eval", "--ckpt"), ("eval --ckpt missing.pt", "missing.pt"), ("eval --ckpt vit.pt --data good", "good"),
@@ -1008,6 +1103,8 @@ def test_bad_input_gets_one_sentence(workshop, monkeypatch, capsys, command, nam
     monkeypatch.chdir(workshop)
     monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 32)
     monkeypatch.setitem(vit.SHAPE_COUNTS, "test", 10)
+    monkeypatch.setattr(vit, "MOST_BYTES", 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(vit, "train_epoch", lambda *args: pytest.fail("training began"))
     files = {path: path.stat().st_mtime_ns for path in workshop.rglob("*")}
     assert vit.main(shlex.split(command)) == 2
@@ -1016,12 +1113,105 @@ def test_bad_input_gets_one_sentence(workshop, monkeypatch, capsys, command, nam
     assert {path: path.stat().st_mtime_ns for path in workshop.rglob("*")} == files
 
 
-@pytest.mark.parametrize("command", ["train --epochs 0", "viz --ckpt missing.pt --image test:0", "nothing"])
-def test_bad_input_in_a_process_of_its_own(command, tmp_path):
-    done = subprocess.run([sys.executable, HERE / "vit.py", *command.split()], capture_output=True,
-                          text=True, cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("command, names", [
+    ("python vit.py train --epochs 0", "--epochs"), ("python vit.py nothing", "nothing"),
+    ("python vit.py viz --ckpt missing.pt --image test:0", "missing.pt"),
+    ("python vit.py train --out missing/vit.pt", "missing"),
+    ("python vit.py train --data shapes --epochs 1 > /dev/full", "standard output"),
+    ("(trap '' PIPE; python vit.py train --data shapes --epochs 1) | true", "standard output")])
+def test_bad_input_in_a_process_of_its_own(command, names, tmp_path):
+    command = command.replace("python vit.py", shlex.join([sys.executable, str(HERE / "vit.py")]))
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True,
+                          cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout and names in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def small_process(command, before="", **options):
+    """Start `python vit.py` on a few shapes, with lines of Python run first."""
+    code = ("import sys, torch, vit; torch.set_num_threads(1)\n"
+            "vit.SHAPE_COUNTS.update(train=320, test=20)\n" + before + "\nsys.exit(vit.main(sys.argv[1:]))")
+    command, *rest = command.split()
+    return subprocess.Popen([sys.executable, "-c", code, command, *TINY_RUN, *rest], text=True,
+                            env={"PYTHONPATH": str(HERE), **os.environ}, stderr=subprocess.PIPE,
+                            stdout=subprocess.PIPE, **options)
+
+
+def test_with_a_closed_standard_output_it_works_on(tmp_path):
+    process = small_process("train --data shapes --epochs 1", "import os; os.close(1); sys.stdout = None",
+                            cwd=tmp_path)
+    assert process.communicate()[1] == "" and process.returncode == 0
+    assert vit.load_checkpoint(tmp_path / "vit.pt")["epoch"] == 1
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    """A limit on the size of a file stands for it; it comes after the first epoch."""
+    limit = ("import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nsave = vit.save_run\n"
+             "def save_run(run, *rest):\n    if len(run.history) == 2:\n"
+             "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n    save(run, *rest)\n"
+             "vit.save_run = save_run")
+    process = small_process("train --data shapes --epochs 3", limit, cwd=tmp_path)
+    error = process.communicate()[1]
+    assert process.returncode == 2 and "vit.pt could not be written" in error and error.count("\n") == 1
+    assert vit.load_checkpoint(tmp_path / "vit.pt")["epoch"] == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"vit.pt", "vit.csv", "vit.png"}
+
+
+def test_a_full_memory_says_so(tmp_path):
+    limit = ("import resource; used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+             "resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 10**8,) * 2)")
+    process = small_process("train --data shapes --epochs 1 --image-size 64 --patch-size 2 --batch-size 160",
+                            limit, cwd=tmp_path)
+    error = process.communicate()[1]
+    assert process.returncode == 2 and error.count("\n") == 1 and "try --batch-size 80," in error
+
+
+def kill_and_resume(folder, moment):
+    """A run of 4 epochs that kills itself in the middle of one, as by SIGKILL, and is resumed."""
+    command = "train --data shapes --epochs 4 --dropout 0.1 --drop-path 0.1 --amp fp16"
+    mixed = "vit.strong_share = lambda epochs: 0.5\nreal = vit.load_data\n" \
+        "def load_data(*args):\n    data = real(*args)\n    data.alter = True\n    return data\n" \
+        "vit.load_data = load_data\n"
+    kill = "import os, signal\nsteps, update = [], vit.update\ndef stop(*args):\n    steps.append(1)\n" \
+        f"    if len(steps) == {moment}:\n        os.kill(os.getpid(), signal.SIGKILL)\n" \
+        "    return update(*args)\nvit.update = stop"
+    for out, before, code in (("whole.pt", mixed, 0), ("cut.pt", mixed + kill, -9), ("cut.pt", mixed, 0)):
+        resume = f"--resume {out}" if out == "cut.pt" and before == mixed else ""
+        process = small_process(f"{command} --out {out} {resume}", before, cwd=folder)
+        assert (process.communicate()[1], process.returncode) == ("", code)
+    return vit.load_checkpoint(folder / "whole.pt"), vit.load_checkpoint(folder / "cut.pt")
+
+
+def test_a_killed_run_resumes_exactly(tmp_path):
+    """With shuffle, policy, mixing, dropout, both optimizers and the scaler: bit for bit the same."""
+    whole, cut = kill_and_resume(tmp_path, moment=50)           # of 80: 20 steps an epoch
+    assert whole["epoch"] == cut["epoch"] == 4 and whole["scaler"] == cut["scaler"] != {}
+    assert all(torch.equal(weight, cut["model"][name]) for name, weight in whole["model"].items())
+    for a, b in zip(whole["optimizers"], cut["optimizers"], strict=True):
+        for key, state in a["state"].items():
+            assert all(torch.equal(value, b["state"][key][name]) for name, value in state.items())
+    for a, b in zip(whole["history"], cut["history"], strict=True):
+        assert all(a[key] == b[key] for key in vit.LOG if "second" not in key)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_survives_fifty_kills(tmp_path):
+    """At random moments: the file is always a whole checkpoint, the old or the new one."""
+    chance = random.Random(0)
+    run = "train --data shapes --epochs 100000 --out vit.pt"
+    assert small_process("train --data shapes --epochs 1", cwd=tmp_path).wait() == 0
+    last = vit.load_checkpoint(tmp_path / "vit.pt")["epoch"]
+    for kill in range(50):
+        process = small_process(f"{run} --resume vit.pt", cwd=tmp_path)
+        while vit.load_checkpoint(tmp_path / "vit.pt")["epoch"] == last:        # until it is at work
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(chance.random())
+        process.kill()
+        process.communicate()
+        now = vit.load_checkpoint(tmp_path / "vit.pt")["epoch"]
+        assert now > last
+        last = now
 
 
 def test_help_and_version(capsys):

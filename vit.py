@@ -47,8 +47,8 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 #
 # paper: its N counts the patches only.
 
-import argparse, csv, math, os, sys, time, warnings, zipfile
-from contextlib import contextmanager
+import argparse, csv, itertools, math, os, shlex, sys, time, warnings, zipfile
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torch import nn
 from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.models import resnet18
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -79,14 +80,18 @@ def option(group, default, help, low=None, high=None, choices=None):
 
 
 class Config:
-    """Checks that every field lies in its range. Raises InputError."""
+    """Checks every field's type, choices and range. Raises InputError."""
 
     def __post_init__(self):
         for f in fields(self):
-            value, low, high = getattr(self, f.name), f.metadata.get("low"), f.metadata.get("high")
+            name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
+            low, high, choices = (f.metadata.get(key) for key in ("low", "high", "choices"))
+            if type(value) not in ((int, float) if f.type is float else (f.type,)):
+                raise InputError(f"{name} must be of type {f.type.__name__}, not {value!r}")
+            if choices and value not in choices:
+                raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
             if low is not None and not low <= value <= high:            # a NaN fails this too
-                raise InputError(f"--{f.name.replace('_', '-')} must lie between {low} and {high}, "
-                                 f"not {value}")
+                raise InputError(f"{name} must lie between {low} and {high}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,9 @@ class ViTConfig(Config):
         if self.dim % self.num_heads:
             raise InputError(f"--dim {self.dim} cannot be shared among --num-heads "
                              f"{self.num_heads}; make it a multiple")
+        if self.dim * self.mlp_ratio < 1:
+            raise InputError(f"--mlp-ratio {self.mlp_ratio} leaves nothing of --dim {self.dim}; "
+                             f"make it larger")
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class TrainConfig(Config):
     """How it is trained. Raises InputError when a value is out of its range."""
     data: str = option("data", "cifar10", "cifar10, shapes (built in), or a folder that holds "
                        "train/CLASS/* and test/CLASS/* (or val/CLASS/*)")
+    model: str = option("model", "vit", "vit, or resnet18: a CNN to compare it with (only "
+                        "--image-size means something to it)", choices=("vit", "resnet18"))
     epochs: int = option("optimisation", 100, "passes over the training images", 1, 100_000)
     batch_size: int = option("optimisation", 128, "images in a step", 1, 65_536)
     optimizer: str = option("optimisation", "muon", "muon for the matrices of the blocks and "
@@ -135,6 +145,8 @@ class TrainConfig(Config):
                          choices=("auto", "cuda", "mps", "cpu"))
     amp: str = option("run", "auto", "precision of matrix products; auto: bf16 where the hardware "
                       "has it, fp16 on older CUDA", choices=("auto", "bf16", "fp16", "off"))
+    compile: bool = option("run", False, "have torch.compile build faster code first (worth it on "
+                           "a GPU)")
     seed: int = option("run", 0, "fixes all that is random", 0, 2**31 - 1)
 
 
@@ -185,8 +197,7 @@ class PatchEmbed(nn.Module):
 #
 # Why sqrt(d), d being the length of a query? If the numbers in q and k are independent, of mean 0
 # and variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of
-# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow. (Here the
-# weights start so small that there is no danger yet: the division is for what they grow to.)
+# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
 #
 # By hand, one query and three tokens, d = 4:
 #
@@ -344,9 +355,10 @@ def sincos_positions(rows, cols, dim):
     """A quarter of the width each: sin and cos of the row, sin and cos of the column.
 
     Returns (rows * cols, dim) float32 in [-1, 1]; what is left over (dim % 4) is 0. Frequencies
-    fall from 1 towards 1/10,000 as in "Attention Is All You Need" (1706.03762, section 3.5).
+    fall from 1 towards 1/100. (In "Attention Is All You Need", 1706.03762, section 3.5, it is
+    1/10,000, for long texts. Along the few places of an image such waves would hardly change.)
     """
-    frequency = 10_000 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
+    frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
     row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
     col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
@@ -359,11 +371,13 @@ def sincos_positions(rows, cols, dim):
 #
 # How the weights begin. Matrices: normal numbers of deviation 0.02, cut off at 0.04 so that none
 # begins as an outlier. Small enough that all classes begin about equally likely: the first loss is
-# near ln K, 2.30 for ten classes. Biases: 0. The two matrices that end a branch, `attn.proj` and
-# `mlp.fc2`: 0 as well. Every block then begins as the identity, and a branch grows only as far as
-# it helps.
-# paper: its code begins the matrices of the blocks by Xavier's rule, and the head at 0; in
-# pre-training, its head has a hidden layer.
+# near ln K, 2.30 for ten classes. Biases: 0. `qkv` is an exception: with a deviation of 1 / sqrt(D),
+# the sum of D products with normalised inputs has variance 1, which section 3 asks of q and k. From
+# 0.02 attention would begin nearly even, and would be slow to choose. The two matrices that end a
+# branch, `attn.proj` and `mlp.fc2`: 0. Every block then begins as the identity, and a branch grows
+# only as far as it helps.
+# paper: its code begins all matrices of the blocks by Xavier's rule (for `qkv` the same size), and
+# the head at 0; in pre-training, its head has a hidden layer.
 #
 # The sizes that have names, with their parameters for 1,000 classes, 224 x 224 pixels and patches
 # of 16; for `cifar`, 10 classes, 32 x 32 and 4. Ti and S are from DeiT, B and L from the paper.
@@ -410,6 +424,7 @@ class ViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
+            nn.init.normal_(block.attn.qkv.weight, std=self.config.dim**-0.5)
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp.fc2.weight)
         nn.init.trunc_normal_(self.cls_token, std=0.02, a=-0.04, b=0.04)
@@ -464,6 +479,18 @@ class ViT(nn.Module):
 # on any patch may look at any other, and which of them are worth it must be learned. With hundreds
 # of millions of images that freedom wins (paper, figure 3). With fifty thousand we lend it the
 # truths in another form: altered copies of each image under the same label.
+#
+# To see what the two truths are worth, the same loop also trains a CNN, ResNet-18 (1512.03385). As
+# is usual for small images, its first convolution looks at 3 x 3 pixels and leaves out none.
+
+def make_model(name, config):
+    """The ViT of a configuration; or "resnet18" from torchvision, which takes only K from it."""
+    if name == "vit":
+        return ViT(config)
+    model = resnet18(num_classes=config.num_classes)
+    model.conv1 = nn.Conv2d(config.in_channels, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
 
 
 # ---- 6. Data and augmentation --------------------------------------------------------------------
@@ -489,6 +516,8 @@ def open_image(path, background=(128, 128, 128)):
                 # MPO: a phone's photo and its by-products, to be taken for one picture
                 frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
                 image = ImageOps.exif_transpose(file)
+            if image.mode == "F" or image.mode == "I" and max(map(abs, image.getextrema())) > 65535:
+                raise ValueError("its numbers are no grey values of 8 or 16 bits")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); check the path, or save it "
                          f"as PNG in another program") from None
@@ -589,9 +618,14 @@ def open_split(data, split, image_size):
 
 def say(text, keep=True):
     """Print a line. keep=False: a status, for terminals only, which the next line overwrites."""
-    terminal = sys.stdout.isatty()
-    if keep or terminal:
-        print(("\r\033[K" if terminal else "") + text, end="\n" if keep else "", flush=True)
+    terminal = sys.stdout and sys.stdout.isatty()               # None: closed before we began
+    try:
+        if keep or terminal:
+            print(("\r\033[K" if terminal else "") + text, end="\n" if keep else "", flush=True)
+    except OSError as error:
+        sys.stdout = None                                       # what it still holds can go nowhere
+        raise InputError(f"standard output cannot be written ({error.strerror}); give it a file "
+                         f"or a terminal that stays open") from None
 
 
 def decode(pictures, image_size, device):
@@ -618,6 +652,9 @@ class Data:
     alter: bool                     # False: only flips are right for them
 
 
+MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
+
+
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
     pictures, classes = open_split(config.data, "train", image_size)
@@ -631,6 +668,11 @@ def load_data(config, image_size, device):
     if config.batch_size > len(pictures):
         raise InputError(f"--batch-size {config.batch_size} is more than the {len(pictures)} "
                          f"training images; make it smaller")
+    size = (len(pictures) + len(test_pictures)) * 3 * image_size**2
+    if size > MOST_BYTES:
+        raise InputError(f"--data {config.data} has {len(pictures) + len(test_pictures):,} images; "
+                         f"at --image-size {image_size} they take {size / 2**30:.1f} GiB, more "
+                         f"than {MOST_BYTES / 2**30:.0f}; make it smaller, or MOST_BYTES larger")
     images, labels = decode(pictures, image_size, device)
     test_images, test_labels = decode(test_pictures, image_size, device)
     some = images[::max(1, len(images) // 1000)].float() / 255              # a sample will do
@@ -657,14 +699,14 @@ def load_data(config, image_size, device):
 #
 # How much of the strong ones, policy and mix? They lose in short runs and win in long ones: a model
 # that has not learned the plain images gains nothing from harder ones, and one that sees them for
-# the fiftieth time knows them by heart. So their share of the batches depends on the length of the
-# run: none up to 10 epochs, all from 100. (Both ends are as in published recipes; runs of more than
-# 10 epochs have not been measured yet.) In the last tenth of a run nothing is mixed: the model ends
-# on images as the test shows them.
+# the fiftieth time knows them by heart. So their share depends on the length of the run: none up to
+# 10 epochs, all from 70. (Both ends are as in published recipes; runs of more than 10 epochs have
+# not been measured yet.) In the last tenth of a run nothing is mixed: the model ends on images as
+# the test shows them.
 
 def strong_share(epochs):
-    """The share of batches that get the policy, and of those that are mixed: 0 to 1."""
-    return min(1.0, max(0.0, (epochs - 10) / 90))
+    """The share of images that get the policy, and of batches that are mixed: 0 to 1."""
+    return min(1.0, max(0.0, (epochs - 10) / 60))
 
 
 def normalise(images, mean, std):
@@ -690,13 +732,14 @@ def shift_and_flip(x, most):
 def augment(images, labels, data, policy=0.0, mix=0.0):
     """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,).
 
-    `policy` and `mix` are the probabilities that the batch gets each; if it was mixed, the labels
-    are float32 (B, K). The policy draws one operation a call, so it is called on slices of the
-    batch: many operations in one step.
+    The policy draws one operation a call, so it is called on slices of eight images, each with
+    probability `policy`: many operations in one step. With probability `mix` the batch is mixed,
+    and then the labels are float32 (B, K).
     """
-    if policy and torch.rand(()) < policy:
+    if policy:
         trivial = v2.TrivialAugmentWide(fill=128)                           # grey, where laid bare
-        images = torch.cat([trivial(part) for part in images.split(8)])     # (B, C, H, W)
+        images = torch.cat([trivial(part) if torch.rand(()) < policy else part
+                            for part in images.split(8)])                   # (B, C, H, W)
     x = normalise(images, data.mean, data.std)
     x = shift_and_flip(x, images.shape[-1] // 8 if data.alter else 0)       # (B, C, H, W)
     if mix and torch.rand(()) < mix:
@@ -851,36 +894,53 @@ def evaluate(model, data, dtype):
 # (`weights_only`). The weights are those of the last epoch. To keep those of the best would be to
 # choose by the test images, and their accuracy would no longer be that of unseen data.
 
+def temporary_of(path):
+    """A neighbour to write to first; the process is in its name, as two runs must not share it."""
+    return Path(f"{path}.{os.getpid()}.tmp")
+
+
 @contextmanager
 def whole_file(path):
     """Write to a temporary neighbour, then move it to `path`: at every moment the old file or the
     new one is there, whole. Raises InputError if it cannot be written."""
-    temporary = Path(f"{path}.tmp")
+    temporary = temporary_of(path)
     try:
         yield temporary
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:            # on a full disk, torch.save raises either
-        raise InputError(f"{path} could not be written ({error}); what was there is untouched, "
+        reason = getattr(error, "strerror", None) or "is the disk full?"
+        raise InputError(f"{path} could not be written ({reason}); what was there is untouched, "
                          f"make room or give another --out") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
-def check_output(path, suffix):
-    """Make sure that a file can be put at `path`, before hours go into its content."""
-    folder = Path(path).parent
-    if Path(path).suffix != suffix or Path(path).is_dir():
-        raise InputError(f"--out {path} must be the name of a {suffix} file")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--out {path}: {folder} is not a folder to write in; make it first")
+def check_output(path, *suffixes):
+    """Make sure that files can be put at `path`, before hours go into their content."""
+    if Path(path).suffix != suffixes[0]:
+        raise InputError(f"--out {path} must be the name of a {suffixes[0]} file")
+    for file in (Path(path).with_suffix(suffix) for suffix in suffixes):
+        try:
+            if file.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            temporary_of(file).touch()
+            temporary_of(file).unlink()
+        except OSError as error:
+            raise InputError(f"--out {path}: {file} cannot be written ({error.strerror}); give "
+                             f"another name, in a folder that is there") from None
 
 
 def set_aside(path):
-    """Rename a checkpoint of an earlier run; done only when the new one is about to be written."""
-    if Path(path).exists():
-        old = Path(path).with_suffix(".old.pt")
-        os.replace(path, old)
-        say(f"{path} was there already; it is now {old}, its log is overwritten")
+    """Rename what an earlier run wrote; done only when the new files are about to be written."""
+    old = [file for file in (Path(path).with_suffix(suffix) for suffix in (".pt", ".csv", ".png"))
+           if file.exists()]
+    tags = (f".old{n if n > 1 else ''}" for n in itertools.count(1))
+    tag = next(tag for tag in tags
+               if not any(file.with_stem(file.stem + tag).exists() for file in old))
+    for file in old:
+        os.replace(file, file.with_stem(file.stem + tag))
+        say(f"{file} was there already; it is now {file.stem}{tag}{file.suffix}")
 
 
 def draw_curves(history, path):
@@ -900,7 +960,8 @@ def draw_curves(history, path):
 @dataclass
 class Run:
     """What changes while training."""
-    model: ViT
+    vit_config: ViTConfig
+    model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler
     history: list                   # a dict for each epoch: the columns of the log
@@ -908,23 +969,50 @@ class Run:
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
-    checkpoint = {"format": 1, "vit": asdict(run.model.config), "train": asdict(config),
-                  "classes": data.classes, "mean": data.mean.flatten().tolist(),
-                  "std": data.std.flatten().tolist(), "model": run.model.state_dict(),
+    checkpoint = {"format": 1, "vit": asdict(run.vit_config), "train": asdict(config),
+                  "images": len(data.images), "classes": data.classes,
+                  "mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist(),
+                  "model": run.model.state_dict(),
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
     with whole_file(config.out) as file:
         torch.save(checkpoint, file)
     with whole_file(Path(config.out).with_suffix(".csv")) as file, open(file, "w", newline="") as f:
-        writer = csv.DictWriter(f, run.history[0])
+        writer = csv.DictWriter(f, LOG)
         writer.writeheader()
         writer.writerows(run.history)
     draw_curves(run.history, Path(config.out).with_suffix(".png"))
 
 
+LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
+       "seconds")       # the columns of the history
+
+
+def check_parts(checkpoint):
+    """Do the parts of a checkpoint fit together? Raises ValueError, or what a wrong type raises."""
+    vit, history = checkpoint["vit"], checkpoint["history"]
+    with torch.device("meta"):              # shapes without memory, whatever sizes it declares
+        wanted = make_model(checkpoint["train"].model, vit).state_dict()
+    weights = checkpoint["model"]
+    if {k: w.shape for k, w in weights.items()} != {k: w.shape for k, w in wanted.items()}:
+        raise ValueError("its weights do not fit its configuration")
+    numbers = [torch.tensor(checkpoint[key], dtype=torch.float64) for key in ("mean", "std")]
+    if not all(values.isfinite().all() for values in (*weights.values(), *numbers)):
+        raise ValueError("some of its numbers are not finite")
+    if [w.shape for w in numbers] != 2 * [(vit.in_channels,)] or not (numbers[1] > 0).all():
+        raise ValueError("its mean and std are not one number a channel")
+    if [type(name) for name in checkpoint["classes"]] != vit.num_classes * [str]:
+        raise ValueError("its classes are not the names of what it tells apart")
+    if not history or checkpoint["epoch"] != len(history) or any(tuple(r) != LOG for r in history):
+        raise ValueError("its history is not one entry for each epoch")
+
+
 def load_checkpoint(path):
-    """A checkpoint as a dict, its configurations as objects. Raises InputError if it is none."""
+    """A checkpoint as a dict, its configurations as objects. Raises InputError if it is none.
+
+    torch.compile and DataParallel put prefixes before the names of weights; they are taken off.
+    """
     try:
         with zipfile.ZipFile(path) as archive:          # checks sums that torch.load does not
             if damaged := archive.testzip():
@@ -932,31 +1020,34 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["format"] != 1:
             raise ValueError(f"its format is {checkpoint['format']}, not 1")
-        return checkpoint | {"vit": ViTConfig(**checkpoint["vit"]),
-                             "train": TrainConfig(**checkpoint["train"])}
-    except Exception as error:          # whatever zip, pickle or the keys make of a foreign file
+        checkpoint |= {"vit": ViTConfig(**checkpoint["vit"]),
+                       "train": TrainConfig(**checkpoint["train"]),
+                       "model": {name.replace("_orig_mod.", "").replace("module.", ""): weight
+                                 for name, weight in checkpoint["model"].items()}}
+        check_parts(checkpoint)
+        return checkpoint
+    except Exception as error:          # whatever zip, pickle or the parts make of a foreign file
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise InputError(f"{path} is not a whole checkpoint of vit.py ({reason}); check the path, "
                          f"or make one: python vit.py train") from None
 
 
-def load_weights(model, state):
-    """Load saved weights; the prefixes of torch.compile and DataParallel may be on their names."""
-    model.load_state_dict({name.replace("_orig_mod.", "").replace("module.", ""): value
-                           for name, value in state.items()})
-
-
 def restore(run, data, checkpoint):
     """Fill a new Run from a checkpoint. Raises InputError if the data are not those it saw."""
     mean = torch.tensor(checkpoint["mean"])
-    if checkpoint["classes"] != data.classes or not torch.allclose(mean, data.mean.flatten().cpu()):
+    if (checkpoint["classes"] != data.classes or checkpoint["images"] != len(data.images)
+            or not torch.allclose(mean, data.mean.flatten().cpu())):
         raise InputError("these are not the images that the checkpoint was trained on; give the "
                          "same --data, or start a new run without --resume")
-    load_weights(run.model, checkpoint["model"])
-    for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
-    if checkpoint["scaler"]:                            # empty unless the run was in fp16
-        run.scaler.load_state_dict(checkpoint["scaler"])
+    run.model.load_state_dict(checkpoint["model"])
+    try:
+        for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if checkpoint["scaler"]:                        # empty unless the run was in fp16
+            run.scaler.load_state_dict(checkpoint["scaler"])
+    except Exception as error:          # whatever PyTorch makes of a foreign state
+        raise InputError(f"the checkpoint's optimizers do not fit its run ({error}); start a new "
+                         f"run without --resume") from None
     run.history = checkpoint["history"]
 
 
@@ -1012,22 +1103,27 @@ def prepare(config, vit_config, checkpoint=None):
     device = pick_device(config.device)
     dtype = pick_precision(config.amp, device)
     data = load_data(config, vit_config.image_size, device)
+    vit = replace(vit_config, num_classes=len(data.classes))
     torch.manual_seed(config.seed)
-    model = ViT(replace(vit_config, num_classes=len(data.classes))).to(device)
+    model = make_model(config.model, vit).to(device)
+    if config.compile:
+        model.compile()                 # in place: the names of the weights stay as they are
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(model, make_optimizers(model, config), scaler, [])
+    run = Run(vit, model, make_optimizers(model, config), scaler, [])
     if checkpoint:
         restore(run, data, checkpoint)
         say(f"{config.resume} goes on after epoch {len(run.history)}")
-    vit, tokens = model.config, model.pos_embed.shape[1]
-    if tokens <= 16:
-        say(f"warning: {tokens - 1} patches are too few to attend to; make --patch-size smaller")
-    say(f"model   {vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {tokens} tokens, "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters\n"
+    patches, name = (vit.image_size // vit.patch_size) ** 2, config.model
+    if name == "vit":
+        name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
+        if patches < 16:
+            say(f"warning: {patches} patches are too few to attend to; make --patch-size smaller")
+    say(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
         f"images of {vit.image_size} x {vit.image_size}, {len(data.classes)} classes\n"
-        f"run     {config.epochs} epochs in batches of {config.batch_size}, {config.optimizer}, "
-        f"seed {config.seed}, on {device} in {str(dtype).removeprefix('torch.')}")
+        f"run     {config.epochs} epochs in batches of {config.batch_size}, "
+        f"{' + '.join(type(o).__name__ for o in run.optimizers)}, seed {config.seed}, on {device} "
+        f"in {str(dtype).removeprefix('torch.')}")
     return run, data, dtype
 
 
@@ -1047,9 +1143,11 @@ def train(run, data, config, dtype):
         loss, accuracy, speed = train_epoch(run, data, config, dtype)
         test_loss, test_accuracy = evaluate(run.model, data, dtype)
         seconds = time.perf_counter() - start
-        run.history.append({
-            "epoch": epoch, "train_loss": loss, "train_accuracy": accuracy, "test_loss": test_loss,
-            "test_accuracy": test_accuracy, "images_per_second": speed, "seconds": seconds})
+        if not math.isfinite(test_loss):    # the weights went wrong in the very last step
+            raise InputError(f"the test loss is {test_loss} after epoch {epoch}, which is not "
+                             f"saved. Try a lower --lr and --muon-lr, or --amp off")
+        run.history.append(dict(zip(LOG, (epoch, loss, accuracy, test_loss, test_accuracy, speed,
+                                          seconds))))
         if epoch == first and Path(config.out).resolve() != Path(config.resume).resolve():
             set_aside(config.out)
         save_run(run, config, data)
@@ -1291,16 +1389,17 @@ def make_parser():
     groups["model"].add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
                                  help="a size by name: sets dim, depth and num-heads, no more")
     for f in (f for f in (*fields(ViTConfig), *fields(TrainConfig)) if f.metadata):
+        takes = dict(action="store_true") if f.type is bool else dict(
+            type=f.type, choices=f.metadata["choices"],
+            metavar=None if f.metadata["choices"] else f.type.__name__.upper())
         groups[f.metadata["group"]].add_argument(
-            "--" + f.name.replace("_", "-"), type=f.type, choices=f.metadata["choices"],
-            metavar=None if f.metadata["choices"] else f.type.__name__.upper(),
-            default=argparse.SUPPRESS,
+            "--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **takes,
             help=f"{f.metadata['help']} (default: {f.default or repr(f.default)})")
     eval_parser = commands.add_parser("eval", help="test it, class by class", allow_abbrev=False)
     viz_parser = commands.add_parser("viz", help="see what it looks at", allow_abbrev=False)
     for p in (eval_parser, viz_parser):
         p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
-    eval_parser.add_argument("--data", help="(default: the data it was trained on)")
+        p.add_argument("--data", help="where test images are (default: what it was trained on)")
     viz_parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="IMAGE",
                             help="image files; test:7 is the eighth test image of its data; none "
                             "at all: what the model learnt, its filters, positions and distances")
@@ -1311,10 +1410,10 @@ def make_parser():
     return parser
 
 
-# A resumed run is the same run: only where things lie, and its length, may change. More epochs
-# stretch the schedule: after a finished run the learning rate jumps up again.
+# A resumed run is the same run: only where things lie, and its length, may change. It may grow
+# longer. That stretches the schedule: after a finished run the learning rate jumps up again.
 
-RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device")
+RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
 
 
 def run_train(typed):
@@ -1330,32 +1429,42 @@ def run_train(typed):
         options = before | {"out": typed["resume"]} | options
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
-    check_output(config.out, ".pt")
-    for suffix in (".csv", ".png"):
-        check_output(Path(config.out).with_suffix(suffix), suffix)
-    if checkpoint and config.epochs <= checkpoint["epoch"]:
-        raise InputError(f"{config.resume} has had its {checkpoint['epoch']} epochs; to go on, ask "
-                         f"for more with --epochs")
-    run, data, dtype = prepare(config, vit, checkpoint)
+    check_output(config.out, ".pt", ".csv", ".png")
+    if checkpoint and config.epochs < checkpoint["train"].epochs:
+        raise InputError(f"{config.resume} is of a run of {checkpoint['train'].epochs} epochs and "
+                         f"cannot be made shorter; leave out --epochs, or start a new run")
+    if checkpoint and config.epochs == checkpoint["epoch"]:
+        raise InputError(f"{config.resume} has had its {config.epochs} epochs; to go on, ask for "
+                         f"more with --epochs")
+    run = None
     try:
+        run, data, dtype = prepare(config, vit, checkpoint)
+        begun = len(run.history)
         train(run, data, config, dtype)
     except KeyboardInterrupt:
-        say(f"stopped; go on with: python vit.py train --resume {config.out}" if run.history else
+        saved = config.out if run and len(run.history) > begun else config.resume
+        say(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         return 130
+    except RuntimeError as error:               # of every device, when its memory is full
+        if "memory" not in str(error):
+            raise
+        half = max(1, config.batch_size // 2)
+        raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try "
+                         f"--batch-size {half}, or a smaller model") from None
     say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after {config.epochs} epochs\n"
         f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py viz --ckpt {config.out} --image test:0")
     return 0
 
 
-def read_picture(name, checkpoint):
-    """An image file, or "test:7" of the checkpoint's data, as an RGB PIL image."""
+def read_picture(name, checkpoint, data):
+    """An image file, or "test:7" of the data, as an RGB PIL image."""
     if not name.startswith("test:"):
         return open_image(name, tuple(round(255 * value) for value in checkpoint["mean"]))
-    images, _ = open_split(checkpoint["train"].data, "test", checkpoint["vit"].image_size)
+    images, _ = open_split(data, "test", checkpoint["vit"].image_size)
     index = name.removeprefix("test:")
-    if not index.isdecimal() or int(index) >= len(images):
+    if not index.isdecimal() or len(index) > 9 or int(index) >= len(images):
         raise InputError(f"--image {name} is none of test:0 to test:{len(images) - 1}")
     return images[int(index)][0]
 
@@ -1363,8 +1472,8 @@ def read_picture(name, checkpoint):
 def restore_model(path):
     """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
     checkpoint = load_checkpoint(path)
-    model = ViT(checkpoint["vit"]).eval()
-    load_weights(model, checkpoint["model"])
+    model = make_model(checkpoint["train"].model, checkpoint["vit"]).eval()
+    model.load_state_dict(checkpoint["model"])
     mean, std = (torch.tensor(checkpoint[name])[:, None, None] for name in ("mean", "std"))
     return checkpoint, model, mean, std
 
@@ -1394,27 +1503,31 @@ def run_eval(typed):
 
 def run_viz(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
+    if checkpoint["train"].model != "vit":
+        raise InputError(f"{typed['ckpt']} holds a {checkpoint['train'].model}: a CNN has no "
+                         f"attention to draw; train without --model, or try eval")
     classes, size, target = checkpoint["classes"], model.config.image_size, typed["target"]
+    data, names = typed["data"] or checkpoint["train"].data, typed["image"]
     if target is not None and target not in classes:
         raise InputError(f"--target {target} is none of {', '.join(classes)}")
-    if target and not typed["image"]:
+    if target and not names:
         raise InputError("--target is the class of a relevance map; give the --image as well")
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
-            for name in typed["image"]]
-    files = [typed["ckpt"], *outs, *typed["image"]]
+            for name in names] or [typed["out"] or "learnt.png"]
+    files = [typed["ckpt"], *outs, *names]
     if len({Path(name).resolve() for name in files}) < len(files):
         raise InputError("two of these files would be the same; give each image a call of its own, "
                          "with an --out of its own")
-    if not outs:
-        check_output(out := typed["out"] or "learnt.png", ".png")
-        tests = open_split(checkpoint["train"].data, "test", size)[0]
+    for out in outs:
+        check_output(out, ".png")
+    if not names:
+        tests = open_split(data, "test", size)[0]
         some = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
         images = torch.stack([pil_to_tensor(fit(tests[i][0], size)) for i in some])
-        draw_learnt(out, model, normalise(images, mean, std))
-        say(f"wrote {out}")
-    for name, out in zip(typed["image"], outs):
-        check_output(out, ".png")
-        photo = read_picture(name, checkpoint)
+        draw_learnt(outs[0], model, normalise(images, mean, std))
+        say(f"wrote {outs[0]}")
+    for name, out in zip(names, outs):
+        photo = read_picture(name, checkpoint, data)
         if min(photo.size) < size:
             print(f"warning: {name} is enlarged to the {size} pixels of the model", file=sys.stderr)
         draw_picture(out, photo, fit(photo, size), model, mean, std, classes,
@@ -1425,16 +1538,20 @@ def run_viz(typed):
 
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):              # for names that a terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     try:
         typed = vars(make_parser().parse_args(argv))
         return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
     except InputError as error:
-        say("", keep=False)                 # wipe the status line
+        with suppress(InputError):
+            say("", keep=False)                         # wipe the status line
         print(f"vit.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except SystemExit as end:               # --help and --version end this way
+    except SystemExit as end:                           # --help and --version end this way
         return end.code
 
 
