@@ -254,9 +254,9 @@ def test_gradient_reaches_every_parameter():
 def test_sine_positions():
     table = vit.sincos_positions(3, 5, 8)
     assert table.shape == (15, 8)
-    row, col = 2, 3                                     # frequencies 1 and 1/100
-    waves = [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02),
-             math.sin(3), math.sin(0.03), math.cos(3), math.cos(0.03)]
+    row, col = 2, 3                                     # frequencies 1 and 1/10
+    waves = [math.sin(2), math.sin(0.2), math.cos(2), math.cos(0.2),
+             math.sin(3), math.sin(0.3), math.cos(3), math.cos(0.3)]
     torch.testing.assert_close(table[row * 5 + col], torch.tensor(waves))
     assert vit.sincos_positions(2, 2, 7).shape == (4, 7)
 
@@ -281,9 +281,12 @@ def test_initialisation():
     torch.manual_seed(0)
     model = vit.ViT(vit.ViTConfig())
     block = model.blocks[0]
-    assert abs(block.attn.qkv.weight.std() - 0.0176) < 5e-4     # 0.02 with its tails cut at 0.04
-    assert block.attn.qkv.weight.abs().max() <= 0.04
+    assert abs(block.mlp.fc1.weight.std() - 0.0176) < 5e-4      # 0.02 with its tails cut at 0.04
+    assert block.mlp.fc1.weight.abs().max() <= 0.04
     x = torch.randn(2, 65, 192)
+    q, k, v = block.attn.qkv(x).reshape(2, 65, 3, 3, 64).permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(2, 3) / 8
+    assert all(abs(part.std() - 1) < 0.1 for part in (q, k, v, scores))     # as section 3 supposes
     assert torch.equal(block(x)[0], x)                          # a block starts as the identity
     loss = F.cross_entropy(model(torch.randn(64, 3, 32, 32)), torch.arange(64) % 10)
     assert abs(loss - math.log(10)) < 0.1
@@ -395,7 +398,7 @@ def test_mixed_labels_say_how_much_of_whom():
 
 
 def test_strength_grows_with_the_run():
-    assert [vit.strong_share(epochs) for epochs in (1, 10, 55, 100, 300)] == [0, 0, 0.5, 1, 1]
+    assert [vit.strong_share(epochs) for epochs in (1, 10, 40, 70, 300)] == [0, 0, 0.5, 1, 1]
 
 
 def test_strong_alterations_are_used_and_mixing_ends_before_the_run_does(monkeypatch):

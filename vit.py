@@ -1247,7 +1247,7 @@ def show_map(axes, values, view, grid, top, alpha=1.0):
                        interpolation="nearest", extent=extent)
 
 
-def draw_answer(figure, photo, view, bars, maps, model):
+def draw_answer(figure, photo, truth, view, bars, maps, model):
     """The left. bars: [(class, probability)], best first; maps: {title: (N-1,)}, times uniform."""
     (image, model_view, says), below = figure.add_gridspec(
         2, 3, left=0.02, right=0.6, top=0.85, bottom=0.11, wspace=0.36, hspace=0.2).subplots()
@@ -1257,7 +1257,8 @@ def draw_answer(figure, photo, view, bars, maps, model):
     image.imshow(small, extent=(0, photo.width, photo.height, 0))
     image.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="crimson",
                lw=2, clip_on=False)
-    image.set(title=f"the image, {photo.width} x {photo.height}", xticks=[], yticks=[])
+    image.set_title(f"the image, {truth or f'{photo.width} x {photo.height}'}", parse_math=False)
+    image.set(xticks=[], yticks=[])
     model_view.imshow(view, extent=(0, view.width, view.height, 0))
     lines = range(0, view.width + 1, model.config.patch_size)
     model_view.set(title=f"what the model sees, {model.grid[0]} x {model.grid[1]} patches",
@@ -1293,10 +1294,11 @@ def draw_evidence(figure, maps, view, grid):
     figure.colorbar(drawn, cax=figure.add_axes((0.94, 0.11, 0.008, 0.74)), label="x uniform")
 
 
-def draw_picture(path, photo, view, model, mean, std, classes, target=None):
+def draw_picture(path, photo, view, model, mean, std, classes, target=None, truth=""):
     """Look at one image, an RGB PIL image, through `view`, the same after `fit`; write a PNG.
 
-    `target` is the class whose relevance is drawn, by default the most probable.
+    `target` is the class whose relevance is drawn, by default the most probable; `truth` the name
+    of the right one, if it is known.
     """
     images = normalise(pil_to_tensor(view)[None], mean, std)            # (1, C, S, S)
     with torch.inference_mode():
@@ -1309,7 +1311,8 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None):
             f"rollout, blocks 1 to {len(attention)}": attention_rollout(attention)[0],
             f"relevance for {classes[c][:16]} ({share:.0%})": relevance(model, images, c)[0]}
     figure = Figure(figsize=(16, 9), dpi=100)
-    draw_answer(figure, photo, view, bars, {k: times_uniform(v) for k, v in maps.items()}, model)
+    maps = {title: times_uniform(values) for title, values in maps.items()}
+    draw_answer(figure, photo, truth, view, bars, maps, model)
     draw_evidence(figure, [times_uniform(A[0, :, 0, 1:]) for A in attention], view, model.grid)
     figure.text(0.02, 0.93, "The answer", fontsize=17, weight="bold")
     figure.text(0.665, 0.93, "The evidence: CLS attention", fontsize=17, weight="bold")
@@ -1459,14 +1462,15 @@ def run_train(typed):
 
 
 def read_picture(name, checkpoint, data):
-    """An image file, or "test:7" of the data, as an RGB PIL image."""
+    """An image file, or "test:7" of the data: an RGB PIL image, and its class if that is known."""
     if not name.startswith("test:"):
-        return open_image(name, tuple(round(255 * value) for value in checkpoint["mean"]))
-    images, _ = open_split(data, "test", checkpoint["vit"].image_size)
+        return open_image(name, tuple(round(255 * value) for value in checkpoint["mean"])), ""
+    images, classes = open_split(data, "test", checkpoint["vit"].image_size)
     index = name.removeprefix("test:")
     if not index.isdecimal() or len(index) > 9 or int(index) >= len(images):
         raise InputError(f"--image {name} is none of test:0 to test:{len(images) - 1}")
-    return images[int(index)][0]
+    photo, label = images[int(index)]
+    return photo, classes[label]
 
 
 def restore_model(path):
@@ -1527,11 +1531,11 @@ def run_viz(typed):
         draw_learnt(outs[0], model, normalise(images, mean, std))
         say(f"wrote {outs[0]}")
     for name, out in zip(names, outs):
-        photo = read_picture(name, checkpoint, data)
+        photo, truth = read_picture(name, checkpoint, data)
         if min(photo.size) < size:
             print(f"warning: {name} is enlarged to the {size} pixels of the model", file=sys.stderr)
         draw_picture(out, photo, fit(photo, size), model, mean, std, classes,
-                     target and classes.index(target))
+                     target and classes.index(target), truth)
         say(f"wrote {out}")
     return 0
 
