@@ -951,6 +951,7 @@ def draw_curves(history, path):
             axes.plot([row["epoch"] for row in history], [row[half + what] for row in history],
                       "o-", markersize=3, label=label)
         axes.set(xlabel="epoch", title=what)
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
     with whole_file(path) as file:
@@ -1132,7 +1133,7 @@ def prepare(config, vit_config, checkpoint=None):
 LOG_HEADING = """
        on altered images, while     on the test images,
        the model is learning        after the epoch
-epoch        loss   accuracy        loss  accuracy      images/s       time"""
+epoch        loss   accuracy        loss  accuracy      images/s      time"""
 
 
 def train(run, data, config, dtype):
@@ -1154,7 +1155,7 @@ def train(run, data, config, dtype):
         if epoch == first:
             say(LOG_HEADING)
         say(f"{epoch:5}  {loss:10.4f}  {accuracy:9.2%}  {test_loss:10.4f}  {test_accuracy:8.2%}  "
-            f"{speed:12,.0f}  {seconds / 60:5.1f} min")
+            f"{speed:12,.0f}  {seconds:7,.0f} s")
 
 
 # ---- 9. Seeing: attention, rollout, relevance ----------------------------------------------------
@@ -1455,7 +1456,7 @@ def run_train(typed):
         half = max(1, config.batch_size // 2)
         raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try "
                          f"--batch-size {half}, or a smaller model") from None
-    say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after {config.epochs} epochs\n"
+    say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
         f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py viz --ckpt {config.out} --image test:0")
     return 0
@@ -1543,8 +1544,9 @@ def run_viz(typed):
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):              # for names that a terminal cannot show
+        if hasattr(stream, "reconfigure"):              # names that a terminal cannot show
             stream.reconfigure(errors="backslashreplace")
+    warnings.filterwarnings("ignore", "Glyph .* missing")       # nor the font: it draws boxes
     try:
         typed = vars(make_parser().parse_args(argv))
         return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
