@@ -216,7 +216,7 @@ class PatchEmbed(nn.Module):
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
 #
 # Dropout sets a random share of numbers to 0 in training and scales up the rest.
-# paper: it spares the weights of attention.
+# paper: no dropout on the weights of attention.
 
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, D) -> (B, N, D), and its weights (B, h, N, N)."""
@@ -231,8 +231,8 @@ class Attention(nn.Module):
     def forward(self, x, return_attention=False, fused=None):
         """Returns the output and the softmax weights, before dropout; None where they are fused.
 
-        The fused kernel computes the same without ever storing the N x N weights. As it cannot
-        return them, it is used on a GPU, where it is much faster, and where none are asked for.
+        The fused kernel computes the same without ever storing the N x N weights, so it cannot
+        return them. It is used when they are not asked for, on CUDA, where it is much faster.
         """
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
@@ -257,9 +257,9 @@ class Attention(nn.Module):
 # "pointed" and "furry", not decide that both are there. The MLP does that half of the work. It
 # takes each token alone, all with the same weights: widen to four times D, to have many features
 # to test for, bend each by a non-linear function, narrow again. Two thirds of a block's weights
-# are here:
+# are here.
 #
-#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi(t) = P(standard normal < t)
+#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi: the normal distribution
 #
 # GELU is a ReLU with a rounded corner: it passes large t and stops very negative t, but does not
 # cut the gradient off at once below 0.
@@ -332,13 +332,13 @@ class Block(nn.Module):
 
 # ---- 5. The Vision Transformer -------------------------------------------------------------------
 #
-# Three things surround the blocks.
+# Three things surround the blocks: a class token, positions, and a last norm.
 #
 # The class token. L blocks give N tokens, but we want one answer. So one more token, a learned
 # vector that is the same for every image, is put in front. In each block it gathers from the
-# patches what helps to name the class. At the end the head, a linear layer (no kin of the heads of
-# attention), reads it alone and gives K scores, the logits, whose softmax is the probabilities. The
-# mean of the patch tokens would do about as well; but then no single row of attention would say
+# patches what helps to name the class. At the end the head, a linear layer (unrelated to the heads
+# of attention), reads it alone and gives K scores, the logits, whose softmax is the probabilities.
+# The mean of the patch tokens would do about as well; but then no single row of attention would say
 # what the answer was gathered from, and that row is what section 9 draws.
 #
 # The positions. To attention and MLP the tokens are a heap, not a grid: a cat with its ears below
@@ -355,7 +355,7 @@ def sincos_positions(rows, cols, dim):
     """A quarter of the width each: sin and cos of the row, sin and cos of the column.
 
     Returns (rows * cols, dim) float32 in [-1, 1]; what is left over (dim % 4) is 0. Frequencies
-    fall from 1 towards 1/100. (In "Attention Is All You Need", 1706.03762, section 3.5, it is
+    fall from 1 towards 1/100. ("Attention Is All You Need", 1706.03762, section 3.5, goes to
     1/10,000, for long texts. Along the few places of an image such waves would hardly change.)
     """
     frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
@@ -371,11 +371,11 @@ def sincos_positions(rows, cols, dim):
 #
 # How the weights begin. Matrices: normal numbers of deviation 0.02, cut off at 0.04 so that none
 # begins as an outlier. Small enough that all classes begin about equally likely: the first loss is
-# near ln K, 2.30 for ten classes. Biases: 0. `qkv` is an exception: with a deviation of 1 / sqrt(D),
-# the sum of D products with normalised inputs has variance 1, which section 3 asks of q and k. From
-# 0.02 attention would begin nearly even, and would be slow to choose. The two matrices that end a
-# branch, `attn.proj` and `mlp.fc2`: 0. Every block then begins as the identity, and a branch grows
-# only as far as it helps.
+# near ln K, 2.30 for ten classes. Biases: 0. The matrix of `qkv` has a deviation of 1 / sqrt(D):
+# then the sum of D products with normalised inputs has variance 1, which section 3 asks of q and k.
+# From 0.02 attention would begin nearly even, and would be slow to choose. The two matrices that
+# end a branch, `attn.proj` and `mlp.fc2`: 0. Every block then begins as the identity, and a branch
+# grows only as far as it helps.
 # paper: its code begins all matrices of the blocks by Xavier's rule (for `qkv` the same size), and
 # the head at 0; in pre-training, its head has a hidden layer.
 #
@@ -440,8 +440,8 @@ class ViT(nn.Module):
         if (rows, cols) == self.grid:
             return self.pos_embed
         cls, places = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, rows, cols)
-        places = F.interpolate(places, size=(rows, cols), mode="bicubic")
+        places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, *self.grid)
+        places = F.interpolate(places, size=(rows, cols), mode="bicubic")    # (1, D, rows, cols)
         places = places.flatten(2).transpose(1, 2)                      # (1, rows*cols, D)
         return torch.cat([cls, places], dim=1)                          # (1, 1 + rows*cols, D)
 
@@ -455,7 +455,7 @@ class ViT(nn.Module):
         x = self.dropout(x + self.positions(H // P, W // P))            # (B, N, D)
         attention = []
         for block in self.blocks:
-            x, weights = block(x, return_attention)                     # (B, N, D), (B, h, N, N)
+            x, weights = block(x, return_attention)                     # (B, N, D)
             if return_attention:
                 attention.append(weights)
         logits = self.head(self.norm(x[:, 0]))                          # (B, K)
@@ -472,19 +472,22 @@ class ViT(nn.Module):
 # So at these sizes the N^2 of attention is a small part. With one token a pixel, 2N^2 D alone would
 # be 3,867 G in each block of ViT-B.
 #
-# Why a ViT needs more data than a CNN. A convolution is told two truths about images before it
-# sees one: what matters is near (locality), and it looks the same wherever it lies (weight
-# sharing); its receptive field grows layer by layer. A ViT is told less: how patches are cut, that
-# the same weights treat each of them, and, by the waves above, which are near. From the first block
-# on any patch may look at any other, and which of them are worth it must be learned. With hundreds
-# of millions of images that freedom wins (paper, figure 3). With fifty thousand we lend it the
-# truths in another form: altered copies of each image under the same label.
+# Why a ViT needs more data than a CNN. A CNN has two assumptions about images built in (its
+# inductive bias): what matters is near (locality), and it looks the same wherever it lies (weight
+# sharing). What one of its numbers can see of the image, its receptive field, grows layer by layer.
+# A ViT assumes less: how patches are cut, that the same weights treat each of them, and, by the
+# waves above, which are near. From the first block on any patch may look at any other, and which of
+# them are worth it must be learned. With hundreds of millions of images that freedom wins (paper,
+# figure 3). With fifty thousand we state the assumptions in another form: altered copies of each
+# image under the same label.
 #
-# To see what the two truths are worth, the same loop also trains a CNN, ResNet-18 (1512.03385). As
-# is usual for small images, its first convolution looks at 3 x 3 pixels and leaves out none.
+# To see what the CNN's assumptions are worth, the same loop also trains one, ResNet-18
+# (1512.03385). As is usual for small images, its first convolution looks at 3 x 3 pixels and leaves
+# out none, and the max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW
+# alone (section 7).
 
 def make_model(name, config):
-    """The ViT of a configuration; or "resnet18" from torchvision, which takes only K from it."""
+    """The ViT of a configuration; or "resnet18" from torchvision, which takes C and K from it."""
     if name == "vit":
         return ViT(config)
     model = resnet18(num_classes=config.num_classes)
@@ -546,7 +549,7 @@ def fit(image, size):
 # Second, a data set that needs no file: `shapes`. A coloured disc or ring at a random place, of a
 # random size, over a cloudy grey ground and a grey disc or ring that means nothing. The class is
 # colour and form together, ten in all. It is learned in minutes; and since we know which pixels
-# carry the answer, an attention map can be checked against the truth.
+# carry the answer, an attention map can be checked against the truth (test_vit.py does).
 
 COLOURS = {"red": (220, 50, 50), "green": (50, 180, 70), "blue": (60, 90, 220),
            "yellow": (220, 200, 50), "purple": (170, 60, 190)}
@@ -689,11 +692,11 @@ def load_data(config, image_size, device):
 #     also moves the content against the grid of patches, so that no edge always falls at the same
 #     place of a patch. The rim laid bare is filled with 0, which is the mean colour.
 #   - A policy, TrivialAugment (2103.10158): one operation drawn from fourteen, of random strength:
-#     turned, sheared, moved, darker, with fewer colours. A cat is one in any light and from any
-#     side, though the strongest operations leave little of it.
+#     turned, sheared, moved, darker, with fewer colours. A cat in other light, or tilted, is a cat;
+#     but the strongest operations leave little of it, and of 32 pixels moved by 32 nothing.
 #   - A mix of two images under a mix of their labels. MixUp (1710.09412) lays one over the other,
 #     CutMix (1905.04899) pastes in a rectangle. Halfway between two pictures the answer should be
-#     halfway too, and a part should do where the whole is hidden.
+#     halfway too, and a part that can be seen should be enough.
 #
 # `shapes` are told apart by colour and lie everywhere already: they are only flipped.
 #
@@ -701,8 +704,8 @@ def load_data(config, image_size, device):
 # that has not learned the plain images gains nothing from harder ones, and one that sees them for
 # the fiftieth time knows them by heart. So their share depends on the length of the run: none up to
 # 10 epochs, all from 70. (Both ends are as in published recipes; runs of more than 10 epochs have
-# not been measured yet.) In the last tenth of a run nothing is mixed: the model ends on images as
-# the test shows them.
+# not been measured yet.) In the last tenth of a run nothing is mixed: the model ends on whole
+# images, each with one label.
 
 def strong_share(epochs):
     """The share of images that get the policy, and of batches that are mixed: 0 to 1."""
@@ -757,8 +760,10 @@ def augment(images, labels, data, policy=0.0, mix=0.0):
 # of the running mean, the strengths of the directions it would push in, to about 1. The few
 # directions that dominate a gradient then count no more than the rare ones, which are learned as
 # well. The numbers in such a step are small, about 1 / sqrt(D), where AdamW's are nearer to 1: so
-# its rate is larger. Vectors have no singular values, and what meets raw pixels or single classes
-# (`patch_embed`, `head`) fares better with AdamW in practice: Muon gets the matrices of the blocks.
+# its rate is larger. (PyTorch's Muon also lengthens the step of a tall matrix, by sqrt(rows /
+# columns).) A vector has but one singular value, its length, and what meets raw pixels or single
+# classes (`patch_embed`, `head`) fares better with AdamW in practice: Muon gets the matrices of the
+# blocks.
 #
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
@@ -793,11 +798,10 @@ def make_optimizers(model, config):
 
 
 # The learning rate rises along a line, because the first gradients soon point elsewhere and the
-# running means rest on few samples: full steps could throw the weights so far that it takes long to
-# recover. Then it falls along half a cosine: at a constant rate the weights keep jumping about in
-# the valley, and small steps let them settle. The cosine stays high for much of the run, ends flat,
-# and has nothing to tune. As all this depends on the step alone, a resumed run needs no memory of
-# it.
+# running means rest on few samples: full steps could go far in a wrong direction. Then it falls
+# along half a cosine: at a constant rate the weights keep jumping about in the valley, and small
+# steps let them settle. The cosine stays high for much of the run, ends flat, and has nothing to
+# tune. As all this depends on the step alone, a resumed run needs no memory of it.
 
 def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     """The rate at `step`, from 0: peak is reached at warmup_steps, final at total_steps."""
@@ -1063,7 +1067,7 @@ def restore(run, data, checkpoint):
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
-    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: the seed began the weights
+    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: the seed drew the weights
     run.model.train()
     order = torch.randperm(len(data.images), device=device)
     steps = len(order) // B             # the few images that fill no batch wait for another epoch
@@ -1189,10 +1193,10 @@ def attention_rollout(attention):
     return rollout_matrix(attention)[:, 0, 1:]
 
 
-# Relevance (Chefer, Gur and Wolf, 2103.15679) asks about one class c. The gradient of its logit
-# y_c with respect to a weight of attention says whether more of it would raise the logit. Gradient
-# times weight, cut off below 0, is the evidence that flowed there. The mean over heads comes after
-# the cut, or a head that speaks against the class would silence one that speaks for it:
+# Relevance (Chefer, Gur and Wolf, 2103.15679) asks about one class c. The gradient of its logit y_c
+# with respect to a weight of attention says whether more of it would raise the logit. Gradient
+# times weight, cut off below 0, is taken as the evidence that flowed there. The mean over heads
+# comes after the cut, or a head that speaks against the class would silence one that speaks for it:
 #
 #     G_l = mean over heads of max(0, dy_c/dA_l * A_l),      R = I;  R <- R + G_l R,  l = 1 ... L
 #
@@ -1236,7 +1240,7 @@ def times_uniform(values):
 
 
 # The picture. On the left is the answer: the image, what the model got of it, what it says, and the
-# three maps. On the right is the evidence: what the class token read in every block and head. Each
+# three maps. On the right is what the class token read in every block and head. Each
 # patch is one even square, as attention knows nothing finer.
 
 def show_map(axes, values, view, grid, top, alpha=1.0):
@@ -1316,7 +1320,7 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     draw_answer(figure, photo, truth, view, bars, maps, model)
     draw_evidence(figure, [times_uniform(A[0, :, 0, 1:]) for A in attention], view, model.grid)
     figure.text(0.02, 0.93, "The answer", fontsize=17, weight="bold")
-    figure.text(0.665, 0.93, "The evidence: CLS attention", fontsize=17, weight="bold")
+    figure.text(0.665, 0.93, "CLS attention, every block and head", fontsize=17, weight="bold")
     figure.text(0.02, 0.04, "1 x uniform: no preference.   Attention is where information flowed, "
                 "no proof of why the model answers as it does (Jain and Wallace, 1902.10186).")
     with whole_file(path) as file:
@@ -1414,8 +1418,9 @@ def make_parser():
     return parser
 
 
-# A resumed run is the same run: only where things lie, and its length, may change. It may grow
-# longer. That stretches the schedule: after a finished run the learning rate jumps up again.
+# A resumed run is the same run: only where things lie, what computes it, and its length may change.
+# It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
+# up again, and it raises the share of strong augmentation.
 
 RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
 
