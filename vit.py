@@ -47,7 +47,7 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 #
 # paper: its N counts the patches only.
 
-import argparse, csv, itertools, math, os, shlex, sys, time, warnings, zipfile
+import argparse, csv, itertools, math, os, pickle, shlex, sys, time, warnings, zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -521,17 +521,18 @@ def open_image(path, background=(128, 128, 128)):
                 image = ImageOps.exif_transpose(file)
             if image.mode == "F" or image.mode == "I" and max(map(abs, image.getextrema())) > 65535:
                 raise ValueError("its numbers are no grey values of 8 or 16 bits")
+            if image.mode.startswith("I"):      # 16 bits of grey: convert() would cut off at 255
+                image = image.convert("I").point(lambda value: value / 257).convert("L")
+            if image.has_transparency_data:
+                ground = Image.new("RGBA", image.size, (*background, 255))
+                image = Image.alpha_composite(ground, image.convert("RGBA"))
+            image = image.convert("RGB")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); check the path, or save it "
                          f"as PNG in another program") from None
     if frames > 1:
         print(f"note: {path} holds {frames} pictures; the first is used", file=sys.stderr)
-    if image.mode.startswith("I"):      # 16 bits of grey, which convert() would cut off at 255
-        image = image.convert("I").point(lambda value: value / 257).convert("L")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (*background, 255)), image)
-    return image.convert("RGB")
+    return image
 
 
 def square_of(image):
@@ -599,6 +600,8 @@ def open_split(data, split, image_size):
     Raises InputError when the data are missing, damaged or laid out in another way.
     """
     if data == "shapes":
+        if image_size > 256:
+            raise InputError(f"--data shapes can be drawn up to --image-size 256, not {image_size}")
         images, labels, _ = make_shapes(SHAPE_COUNTS[split], image_size, seed=int(split == "test"))
         return [(to_pil_image(x), y) for x, y in zip(images, labels.tolist())], SHAPE_CLASSES
     try:
@@ -609,7 +612,7 @@ def open_split(data, split, image_size):
             if split == "test" and not folder.is_dir():
                 folder = Path(data) / "val"
             images = ImageFolder(folder, loader=open_image)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:                  # of the disk, the network, or a damaged archive
         if data == "cifar10":
             raise InputError(f"CIFAR-10 could not be fetched or is damaged ({error}); put "
                              f"{CIFAR10.filename} from {CIFAR10.url} into "
@@ -936,7 +939,7 @@ def check_output(path, *suffixes):
 
 
 def set_aside(path):
-    """Rename what an earlier run wrote; done only when the new files are about to be written."""
+    """Rename what an earlier run wrote, so that it stays."""
     old = [file for file in (Path(path).with_suffix(suffix) for suffix in (".pt", ".csv", ".png"))
            if file.exists()]
     tags = (f".old{n if n > 1 else ''}" for n in itertools.count(1))
@@ -944,7 +947,8 @@ def set_aside(path):
                if not any(file.with_stem(file.stem + tag).exists() for file in old))
     for file in old:
         os.replace(file, file.with_stem(file.stem + tag))
-        say(f"{file} was there already; it is now {file.stem}{tag}{file.suffix}")
+    if old:
+        say(f"{path} was there already; it is now {Path(path).stem}{tag}.pt")
 
 
 def draw_curves(history, path):
@@ -962,6 +966,10 @@ def draw_curves(history, path):
         figure.savefig(file, format="png")
 
 
+LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
+       "seconds")
+
+
 @dataclass
 class Run:
     """What changes while training."""
@@ -969,7 +977,8 @@ class Run:
     model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler
-    history: list                   # a dict for each epoch: the columns of the log
+    history: list                   # a dict with the keys LOG for each epoch
+    saved: bool = False             # has this run written a checkpoint yet?
 
 
 def save_run(run, config, data):
@@ -983,6 +992,9 @@ def save_run(run, config, data):
                   "history": run.history}
     with whole_file(config.out) as file:
         torch.save(checkpoint, file)
+        if not run.saved and Path(config.out).resolve() != Path(config.resume).resolve():
+            set_aside(config.out)           # not before the new file is whole
+    run.saved = True
     with whole_file(Path(config.out).with_suffix(".csv")) as file, open(file, "w", newline="") as f:
         writer = csv.DictWriter(f, LOG)
         writer.writeheader()
@@ -990,27 +1002,25 @@ def save_run(run, config, data):
     draw_curves(run.history, Path(config.out).with_suffix(".png"))
 
 
-LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
-       "seconds")       # the columns of the history
-
-
 def check_parts(checkpoint):
     """Do the parts of a checkpoint fit together? Raises ValueError, or what a wrong type raises."""
-    vit, history = checkpoint["vit"], checkpoint["history"]
+    vit, train, history = checkpoint["vit"], checkpoint["train"], checkpoint["history"]
     with torch.device("meta"):              # shapes without memory, whatever sizes it declares
-        wanted = make_model(checkpoint["train"].model, vit).state_dict()
+        wanted = make_model(train.model, vit).state_dict()
     weights = checkpoint["model"]
     if {k: w.shape for k, w in weights.items()} != {k: w.shape for k, w in wanted.items()}:
         raise ValueError("its weights do not fit its configuration")
-    numbers = [torch.tensor(checkpoint[key], dtype=torch.float64) for key in ("mean", "std")]
-    if not all(values.isfinite().all() for values in (*weights.values(), *numbers)):
-        raise ValueError("some of its numbers are not finite")
-    if [w.shape for w in numbers] != 2 * [(vit.in_channels,)] or not (numbers[1] > 0).all():
-        raise ValueError("its mean and std are not one number a channel")
-    if [type(name) for name in checkpoint["classes"]] != vit.num_classes * [str]:
+    if not all(w.is_contiguous() and w.float().isfinite().all() for w in weights.values()):
+        raise ValueError("some of its weights are not finite")
+    mean, std = torch.tensor([checkpoint["mean"], checkpoint["std"]])
+    if mean.shape != (3,) or not ((mean >= 0) & (mean <= 1) & (std >= 0.01) & (std <= 1)).all():
+        raise ValueError("its mean and std are not those of RGB images")
+    if [type(name) for name in checkpoint["classes"]] != max(2, vit.num_classes) * [str]:
         raise ValueError("its classes are not the names of what it tells apart")
-    if not history or checkpoint["epoch"] != len(history) or any(tuple(r) != LOG for r in history):
+    if not 0 < checkpoint["epoch"] == len(history) <= train.epochs or checkpoint["images"] < 1:
         raise ValueError("its history is not one entry for each epoch")
+    if any(tuple(row) != LOG for row in history):
+        raise ValueError("its history has other columns")
 
 
 def load_checkpoint(path):
@@ -1022,7 +1032,10 @@ def load_checkpoint(path):
         with zipfile.ZipFile(path) as archive:          # checks sums that torch.load does not
             if damaged := archive.testzip():
                 raise ValueError(f"damaged at {damaged}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise ValueError("it holds more than tensors and plain values") from None
         if checkpoint["format"] != 1:
             raise ValueError(f"its format is {checkpoint['format']}, not 1")
         checkpoint |= {"vit": ViTConfig(**checkpoint["vit"]),
@@ -1047,7 +1060,13 @@ def restore(run, data, checkpoint):
     run.model.load_state_dict(checkpoint["model"])
     try:
         for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+            settings = [(group["peak"], group["weight_decay"]) for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            if settings != [(g["peak"], g["weight_decay"]) for g in optimizer.param_groups]:
+                raise ValueError("other learning rates")
+            for parameter, values in optimizer.state.items():
+                if any(value.shape not in ((), parameter.shape) for value in values.values()):
+                    raise ValueError("other sizes")
         if checkpoint["scaler"]:                        # empty unless the run was in fp16
             run.scaler.load_state_dict(checkpoint["scaler"])
     except Exception as error:          # whatever PyTorch makes of a foreign state
@@ -1153,8 +1172,6 @@ def train(run, data, config, dtype):
                              f"saved. Try a lower --lr and --muon-lr, or --amp off")
         run.history.append(dict(zip(LOG, (epoch, loss, accuracy, test_loss, test_accuracy, speed,
                                           seconds))))
-        if epoch == first and Path(config.out).resolve() != Path(config.resume).resolve():
-            set_aside(config.out)
         save_run(run, config, data)
         if epoch == first:
             say(LOG_HEADING)
@@ -1397,7 +1414,7 @@ def make_parser():
     groups["model"].add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
                                  help="a size by name: sets dim, depth and num-heads, no more")
     for f in (f for f in (*fields(ViTConfig), *fields(TrainConfig)) if f.metadata):
-        takes = dict(action="store_true") if f.type is bool else dict(
+        takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
             type=f.type, choices=f.metadata["choices"],
             metavar=None if f.metadata["choices"] else f.type.__name__.upper())
         groups[f.metadata["group"]].add_argument(
@@ -1448,19 +1465,21 @@ def run_train(typed):
     run = None
     try:
         run, data, dtype = prepare(config, vit, checkpoint)
-        begun = len(run.history)
         train(run, data, config, dtype)
     except KeyboardInterrupt:
-        saved = config.out if run and len(run.history) > begun else config.resume
+        saved = config.out if run and run.saved else config.resume
         say(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         return 130
-    except RuntimeError as error:               # of every device, when its memory is full
-        if "memory" not in str(error):
+    except RuntimeError as error:
+        if config.compile and "memory" not in str(error):
+            raise InputError(f"--compile does not work here ({str(error).splitlines()[0]}); leave "
+                             f"it out, or install a C++ compiler") from None
+        if not memory_is_full(error):
             raise
         half = max(1, config.batch_size // 2)
-        raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try "
-                         f"--batch-size {half}, or a smaller model") from None
+        raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try a new run "
+                         f"with --batch-size {half}, or with a smaller model") from None
     say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
         f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py viz --ckpt {config.out} --image test:0")
@@ -1525,7 +1544,8 @@ def run_viz(typed):
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in names] or [typed["out"] or "learnt.png"]
     files = [typed["ckpt"], *outs, *names]
-    if len({Path(name).resolve() for name in files}) < len(files):
+    if any(Path(a).resolve() == Path(b).resolve() or Path(a).exists() and Path(b).exists() and
+           os.path.samefile(a, b) for a, b in itertools.combinations(files, 2)):
         raise InputError("two of these files would be the same; give each image a call of its own, "
                          "with an --out of its own")
     for out in outs:
@@ -1546,6 +1566,12 @@ def run_viz(typed):
     return 0
 
 
+def memory_is_full(error):
+    """Each device says it in its own words."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error) for words in ("out of memory", "allocate memory", "not enough memory"))
+
+
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -1559,6 +1585,11 @@ def main(argv=None):
         with suppress(InputError):
             say("", keep=False)                         # wipe the status line
         print(f"vit.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not memory_is_full(error):
+            raise
+        print("vit.py: memory is full; take fewer or smaller images", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
