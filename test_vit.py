@@ -1294,6 +1294,13 @@ def test_the_readme_shows_what_exists():
             "train"].format_help() or option in ("--ckpt", "--image", "--version"), option
 
 
+def test_the_library_example_of_the_readme_runs(trained, monkeypatch):
+    monkeypatch.chdir(trained.parent)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1], names)
+    assert names["logits"].shape == (1, 10) and names["rollout"].shape == (1, 64)
+
+
 def test_the_file_keeps_to_its_size():
     source = (HERE / "vit.py").read_text()
     assert max(map(len, source.splitlines())) <= 100

@@ -1279,7 +1279,7 @@ def draw_answer(figure, photo, truth, view, bars, maps, model):
     image.imshow(small, extent=(0, photo.width, photo.height, 0))
     image.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="crimson",
                lw=2, clip_on=False)
-    image.set_title(f"the image, {truth or f'{photo.width} x {photo.height}'}", parse_math=False)
+    image.set_title(f"the image: {truth or f'{photo.width} x {photo.height}'}", parse_math=False)
     image.set(xticks=[], yticks=[])
     model_view.imshow(view, extent=(0, view.width, view.height, 0))
     lines = range(0, view.width + 1, model.config.patch_size)
