@@ -837,7 +837,8 @@ def test_weights_of_a_wrapped_model_are_accepted(trained, tmp_path):
 @pytest.mark.parametrize("part, value, says", [
     ("vit", {"dim": 64}, "do not fit"), ("vit", {"depth": 256, "dim": 16384, "num_heads": 1}, "do not fit"),
     ("vit", {"dim": "32"}, "of type int"), ("vit", {"num_heads": 3}, "--num-heads"),
-    ("vit", {"width": 3}, "width"), ("train", {"epochs": 0}, "--epochs"), ("train", {"amp": "fp8"}, "--amp"),
+    ("vit", {"width": 3}, "width"), ("vit", {"num_classes": 0}, "two classes"), ("vit", {"in_channels": 1}, "RGB"),
+    ("train", {"epochs": 0}, "--epochs"), ("train", {"amp": "fp8"}, "--amp"),
     ("train", {"model": "resnet18"}, "do not fit"), ("model", {"head.bias": torch.full((10,), torch.nan)}, "finite"),
     ("model", {"head.bias": torch.zeros(11)}, "do not fit"), ("model", {"tail": torch.zeros(1)}, "do not fit"),
     ("mean", [0.5], "not a whole"), ("std", [0.0, 1.0, 1.0], "mean and std"), ("images", None, "not a whole"),
@@ -845,6 +846,9 @@ def test_weights_of_a_wrapped_model_are_accepted(trained, tmp_path):
     ("model", {"head.weight": torch.zeros(1).expand(10, 32)}, "finite"), ("train", {"epochs": 0}, "--epochs"),
     ("model", {"head.bias": torch.full((10,), 1e300, dtype=torch.float64)}, "finite"),
     ("classes", [1] * 10, "classes"), ("history", [], "history"), ("history", [{"epoch": 1}], "history"),
+    ("history", [dict.fromkeys(vit.LOG, math.nan)], "history"),
+    ("history", [dict.fromkeys(vit.LOG, [])], "not a whole"),
+   
     ("epoch", 7, "history"), ("format", 2, "format is 2")])
 def test_a_checkpoint_whose_parts_do_not_fit(trained, tmp_path, part, value, says):
     """Refused before a model is built, however large the sizes that it declares."""
@@ -857,10 +861,8 @@ def test_a_checkpoint_whose_parts_do_not_fit(trained, tmp_path, part, value, say
 
 def test_foreign_optimizers_are_refused(few_shapes, trained, capsys):
     adamw, muon = torch.load(trained, weights_only=True)["optimizers"]
-    groups = [group | {"peak": 7.0} for group in adamw["param_groups"]]
     state = {0: {name: torch.zeros(3) for name in adamw["state"][0]}}
-    for optimizers in ([], [{}, {}], [{"state": {}, "param_groups": []}] * 2, 3, [muon, adamw],
-                       [adamw | {"param_groups": groups}, muon],
+    for optimizers in ([], [{}, {}], [{"state": {7: {}}}] * 2, 3, [muon, adamw],
                        [adamw | {"state": adamw["state"] | state}, muon]):
         altered(trained, "x.pt", optimizers=optimizers)
         vit.SHAPE_COUNTS["train"] = 32                  # few_shapes puts it back
@@ -1110,7 +1112,10 @@ BAD = [
     ("viz --ckpt vit.pt --image whole.jpg --out whole.png/..", "--out"),
     ("viz --ckpt vit.pt --image whole.jpg text.png --out x.png", "--out"),
     ("viz --ckpt vit.pt --image whole.jpg good/whole.jpg", "same"),
-    ("viz --ckpt vit.pt --image text.png --out text.png", "same"),
+    ("viz --ckpt vit.pt --image text.png --out text.png", "same"), ("viz --ckpt vit.pt --image ''", "image"),
+    (f"viz --ckpt vit.pt --image {'x' * 300}.png", "too long"), ("train --out vit.pt/", "vit.pt/"),
+    ("train --model resnet18 --batch-size 1", "--batch-size 1"),
+    ("viz --ckpt vit.pt --image test:0 --out x.png/", "x.png/"),
     ("train --resume ''", "checkpoint"), ("viz --ckpt text.png --image whole.jpg", "text.png"),
 ]
 

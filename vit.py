@@ -149,6 +149,12 @@ class TrainConfig(Config):
                            "a GPU)")
     seed: int = option("run", 0, "fixes all that is random", 0, 2**31 - 1)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model == "resnet18" and self.batch_size == 1:
+            raise InputError("--model resnet18 normalises over the batch, which --batch-size 1 "
+                             "leaves with one image; make it larger")
+
 
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
 #
@@ -923,9 +929,15 @@ def whole_file(path):
             temporary.unlink()
 
 
+def same_file(a, b):
+    with suppress(OSError):             # of names that are none, or of what is not there
+        return os.path.samefile(a, b)
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
 def check_output(path, *suffixes):
     """Make sure that files can be put at `path`, before hours go into their content."""
-    if Path(path).suffix != suffixes[0]:
+    if Path(os.path.basename(path)).suffix != suffixes[0]:
         raise InputError(f"--out {path} must be the name of a {suffixes[0]} file")
     for file in (Path(path).with_suffix(suffix) for suffix in suffixes):
         try:
@@ -940,15 +952,12 @@ def check_output(path, *suffixes):
 
 def set_aside(path):
     """Rename what an earlier run wrote, so that it stays."""
-    old = [file for file in (Path(path).with_suffix(suffix) for suffix in (".pt", ".csv", ".png"))
-           if file.exists()]
+    files = [Path(path).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
     tags = (f".old{n if n > 1 else ''}" for n in itertools.count(1))
-    tag = next(tag for tag in tags
-               if not any(file.with_stem(file.stem + tag).exists() for file in old))
-    for file in old:
+    tag = next(tag for tag in tags if not any(f.with_stem(f.stem + tag).exists() for f in files))
+    for file in (file for file in files if file.exists()):
         os.replace(file, file.with_stem(file.stem + tag))
-    if old:
-        say(f"{path} was there already; it is now {Path(path).stem}{tag}.pt")
+        say(f"{file} was there already; it is now {file.stem}{tag}{file.suffix}")
 
 
 def draw_curves(history, path):
@@ -992,7 +1001,7 @@ def save_run(run, config, data):
                   "history": run.history}
     with whole_file(config.out) as file:
         torch.save(checkpoint, file)
-        if not run.saved and Path(config.out).resolve() != Path(config.resume).resolve():
+        if not run.saved and not (config.resume and same_file(config.out, config.resume)):
             set_aside(config.out)           # not before the new file is whole
     run.saved = True
     with whole_file(Path(config.out).with_suffix(".csv")) as file, open(file, "w", newline="") as f:
@@ -1005,6 +1014,8 @@ def save_run(run, config, data):
 def check_parts(checkpoint):
     """Do the parts of a checkpoint fit together? Raises ValueError, or what a wrong type raises."""
     vit, train, history = checkpoint["vit"], checkpoint["train"], checkpoint["history"]
+    if vit.in_channels != 3 or vit.num_classes < 2:
+        raise ValueError("it is not for RGB images of two classes or more")
     with torch.device("meta"):              # shapes without memory, whatever sizes it declares
         wanted = make_model(train.model, vit).state_dict()
     weights = checkpoint["model"]
@@ -1015,12 +1026,12 @@ def check_parts(checkpoint):
     mean, std = torch.tensor([checkpoint["mean"], checkpoint["std"]])
     if mean.shape != (3,) or not ((mean >= 0) & (mean <= 1) & (std >= 0.01) & (std <= 1)).all():
         raise ValueError("its mean and std are not those of RGB images")
-    if [type(name) for name in checkpoint["classes"]] != max(2, vit.num_classes) * [str]:
+    if [type(name) for name in checkpoint["classes"]] != vit.num_classes * [str]:
         raise ValueError("its classes are not the names of what it tells apart")
     if not 0 < checkpoint["epoch"] == len(history) <= train.epochs or checkpoint["images"] < 1:
         raise ValueError("its history is not one entry for each epoch")
-    if any(tuple(row) != LOG for row in history):
-        raise ValueError("its history has other columns")
+    if not all(tuple(row) == LOG and all(map(math.isfinite, row.values())) for row in history):
+        raise ValueError("its history is not numbers under the log's columns")
 
 
 def load_checkpoint(path):
@@ -1036,6 +1047,8 @@ def load_checkpoint(path):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise ValueError("it holds more than tensors and plain values") from None
+        if type(checkpoint) is not dict:
+            raise ValueError(f"it holds a {type(checkpoint).__name__}")
         if checkpoint["format"] != 1:
             raise ValueError(f"its format is {checkpoint['format']}, not 1")
         checkpoint |= {"vit": ViTConfig(**checkpoint["vit"]),
@@ -1060,13 +1073,11 @@ def restore(run, data, checkpoint):
     run.model.load_state_dict(checkpoint["model"])
     try:
         for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-            settings = [(group["peak"], group["weight_decay"]) for group in optimizer.param_groups]
-            optimizer.load_state_dict(state)
-            if settings != [(g["peak"], g["weight_decay"]) for g in optimizer.param_groups]:
-                raise ValueError("other learning rates")
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["state"]})
             for parameter, values in optimizer.state.items():
-                if any(value.shape not in ((), parameter.shape) for value in values.values()):
-                    raise ValueError("other sizes")
+                if not values or any(value.shape != (() if name == "step" else parameter.shape)
+                                     for name, value in values.items()):
+                    raise ValueError("it is of other weights")
         if checkpoint["scaler"]:                        # empty unless the run was in fp16
             run.scaler.load_state_dict(checkpoint["scaler"])
     except Exception as error:          # whatever PyTorch makes of a foreign state
@@ -1544,8 +1555,7 @@ def run_viz(typed):
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in names] or [typed["out"] or "learnt.png"]
     files = [typed["ckpt"], *outs, *names]
-    if any(Path(a).resolve() == Path(b).resolve() or Path(a).exists() and Path(b).exists() and
-           os.path.samefile(a, b) for a, b in itertools.combinations(files, 2)):
+    if any(same_file(a, b) for a, b in itertools.combinations(files, 2)):
         raise InputError("two of these files would be the same; give each image a call of its own, "
                          "with an --out of its own")
     for out in outs:
