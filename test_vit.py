@@ -1007,8 +1007,8 @@ def test_maps_find_the_object(few_shapes, monkeypatch):
     """A model trained for seconds looks at the coloured figure: far more than an untrained one, or
     than a blob in the middle would. (The mass would be 1 by chance.)"""
     monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 1600)
-    size = "--dim 64 --depth 2 --num-heads 2 --batch-size 32 --muon-lr 0.02".split()
-    assert vit.main(["train", "--data", "shapes", "--epochs", "6", *size, "--device", "cpu"]) == 0
+    size = "--dim 64 --depth 3 --num-heads 2 --batch-size 16".split()
+    assert vit.main(["train", "--data", "shapes", "--epochs", "5", *size, "--device", "cpu"]) == 0
     checkpoint, model, mean, std = vit.restore_model("vit.pt")
     images, _, masks = vit.make_shapes(200, 32, seed=1)
     x, results = vit.normalise(images, mean, std), {}
@@ -1021,10 +1021,10 @@ def test_maps_find_the_object(few_shapes, monkeypatch):
     place = torch.arange(8) - 3.5
     blob = torch.exp(-(place[:, None] ** 2 + place**2) / 8).flatten().expand(200, -1)
     blob = mass_and_pointing(blob, masks, 4)
-    for name in ("cls", "relevance"):
+    for name, least in (("cls", 0.65), ("relevance", 0.85)):        # seeds 0 to 3: 0.74 to 1, 0.96 to 1
         mass, pointing = results["trained", name]
-        assert mass > 1.3 * blob[0] and mass > 2 * results["untrained", name][0], results
-        assert pointing > 0.8 > blob[1] + 0.2, results
+        assert mass > 1.5 * blob[0] and mass > 2 * results["untrained", name][0], results
+        assert pointing > least > blob[1] + 0.1, results
 
 
 def test_a_map_of_zeros_stays_zeros():
