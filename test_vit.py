@@ -449,6 +449,18 @@ def test_cifar10_as_torchvision_reads_it(monkeypatch, tmp_path):
     torch.testing.assert_close(data.mean.flatten().double(), exact.mean((0, 2, 3)), atol=1e-5, rtol=0)
 
 
+def test_names_of_every_kind_work(tmp_path, monkeypatch, capsys):
+    """Spaces, letters of other scripts and signs, in folders, classes and files."""
+    monkeypatch.chdir(tmp_path)
+    make_folder(Path("mes données"), classes=("café noir", "猫 $x_1$"))
+    options = [*TINY_RUN, "--batch-size", "8", "--out", "modèle 1.pt"]
+    assert vit.main(["train", "--data", "mes données", "--epochs", "1", *options]) == 0
+    Image.new("RGB", (40, 40)).save("Käfer 猫.png")
+    command = ["viz", "--ckpt", "modèle 1.pt", "--target", "猫 $x_1$", "--image", "Käfer 猫.png", "test:1"]
+    assert vit.main(command) == 0 and vit.main(["eval", "--ckpt", "modèle 1.pt"]) == 0
+    assert size_of("Käfer 猫_attention.png") == (1600, 900) and not capsys.readouterr().err
+
+
 def test_folder_of_images(tmp_path):
     make_folder(tmp_path / "my pictures ü", splits=("train", "val"))
     data = vit.load_data(vit.TrainConfig(data=str(tmp_path / "my pictures ü"), batch_size=4), 16,
@@ -1090,7 +1102,7 @@ BAD = [
     ("train --out no/where.pt", "no/where.pt"), ("train --out file/x.pt", "file"),
     ("train --out good", "good"), ("train --resume missing.pt", "missing.pt"),
     ("train --resume text.png", "text.png"), ("train --resume vit.pt", "--epochs"),
-    ("train --resume vit.pt --epochs 3 --dim 64", "--dim is 32"),
+    ("train --resume vit.pt --epochs 3 --seed 4 --dim 64", "--dim is 32, --seed is 0;"),
     ("train --resume vit.pt --epochs 3 --data good", "--data"),
     ("train --resume longer.pt --epochs 1", "cannot be made shorter"), ("train --mlp-ratio 0.1 --dim 9", "--mlp-ratio"),
     ("train --data good --batch-size 2 --image-size 4096 --patch-size 64", "GiB"),

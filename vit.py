@@ -1459,10 +1459,11 @@ def run_train(typed):
     if "resume" in typed:
         checkpoint = load_checkpoint(typed["resume"])
         before = asdict(checkpoint["vit"]) | asdict(checkpoint["train"])
-        for name in options.keys() - RESUME_MAY_CHANGE:
-            if options[name] != before[name]:
-                raise InputError(f"--resume goes on with the same run, in which --"
-                                 f"{name.replace('_', '-')} is {before[name]}; leave it out")
+        other = [f"--{name.replace('_', '-')} is {before[name]}" for name in sorted(options)
+                 if name not in RESUME_MAY_CHANGE and options[name] != before[name]]
+        if other:
+            raise InputError(f"--resume goes on with the same run, in which {', '.join(other)}; "
+                             f"leave out what differs, or start a new run")
         options = before | {"out": typed["resume"]} | options
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
