@@ -44,6 +44,7 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 #   W  width of an image, pixels     d  width of one head, D / h
 #   S  side of a square image        L  blocks (`depth`)
 #   P  side of a patch, pixels       K  classes
+#   n  images in a data set          l  a block, 1 to L
 #
 # paper: its N counts the patches only.
 
@@ -126,8 +127,8 @@ class TrainConfig(Config):
     """How it is trained. Raises InputError when a value is out of its range."""
     data: str = option("data", "cifar10", "cifar10, shapes (built in), or a folder that holds "
                        "train/CLASS/* and test/CLASS/* (or val/CLASS/*)")
-    model: str = option("model", "vit", "vit, or resnet18: a CNN to compare it with (only "
-                        "--image-size means something to it)", choices=("vit", "resnet18"))
+    model: str = option("model", "vit", "vit, or resnet18: a CNN to compare it with (of "
+                        "these options it heeds --image-size only)", choices=("vit", "resnet18"))
     epochs: int = option("optimisation", 100, "passes over the training images", 1, 100_000)
     batch_size: int = option("optimisation", 128, "images in a step", 1, 65_536)
     optimizer: str = option("optimisation", "muon", "muon for the matrices of the blocks and "
@@ -189,8 +190,9 @@ class PatchEmbed(nn.Module):
 # ---- 3. Attention --------------------------------------------------------------------------------
 #
 # A token on a cat's ear should find out that there is another ear. So every token asks a question,
-# its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j.
-# All three are linear maps of the token. With one token a row, x is an N x D matrix, and so:
+# its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j. All
+# three are linear maps of the token (in the code with a bias each). With one token a row, x is an N
+# x D matrix, and so:
 #
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
@@ -709,9 +711,9 @@ def load_data(config, image_size, device):
 #
 # `shapes` are told apart by colour and lie everywhere already: they are only flipped.
 #
-# How much of the strong ones, policy and mix? They lose in short runs and win in long ones: a model
-# that has not learned the plain images gains nothing from harder ones, and one that sees them for
-# the fiftieth time knows them by heart. So their share depends on the length of the run: none up to
+# How much of the strong ones, policy and mix? Published recipes use them in long runs: a model that
+# has not learned the plain images gains little from harder ones, and one that sees them for the
+# fiftieth time knows them by heart. So their share depends on the length of the run: none up to
 # 10 epochs, all from 70. (Both ends are as in published recipes; in between, only a run of 12
 # epochs has been measured.) In the last tenth of a run nothing is mixed: the model ends on whole
 # images, each with one label.
@@ -1355,12 +1357,13 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
         figure.savefig(file, format="png")
 
 
-# What the model learnt, in three pictures (paper, figure 7). Left, the principal components of what
-# E looks for in a patch; expect smooth waves and opposed colours. Middle, how alike the vectors of
-# the places are. Here they began so, each like its neighbours; see what training made of it. Right,
-# how far each head looks: the mean distance from a patch to those it reads, weighted by attention.
-# Expect near and far side by side in the first blocks, where a convolution has only near. (All this
-# after many epochs of photographs; a few epochs of `shapes` leave most of it as it began.)
+# What the model learnt, in three pictures (paper, figure 7). Left, the first 28 principal
+# components of what E looks for in a patch; expect smooth waves and opposed colours. Middle, how
+# alike the vectors of the places are. Here they began so, each like its neighbours; see what
+# training made of it. Right, how far each head looks: the mean distance from a patch to those it
+# reads, weighted by attention. Expect near and far side by side in the first blocks, where a
+# convolution has only near. (All this after many epochs of photographs; a few epochs of `shapes`
+# leave most of it as it began.)
 # paper: its positions began at random, so that their whole pattern was learned.
 
 def attention_distance(attention, grid, patch_size):
@@ -1446,6 +1449,12 @@ def make_parser():
     return parser
 
 
+def memory_is_full(error):
+    """Each device says it in its own words."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error) for words in ("out of memory", "allocate memory", "not enough memory"))
+
+
 # A resumed run is the same run: only where things lie, what computes it, and its length may change.
 # It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
 # up again, and it raises the share of strong augmentation.
@@ -1484,14 +1493,14 @@ def run_train(typed):
             "stopped in the first epoch; nothing is saved yet")
         return 130
     except RuntimeError as error:
-        if config.compile and "memory" not in str(error):
+        if memory_is_full(error):
+            half = max(1, config.batch_size // 2)
+            raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try a new "
+                             f"run with --batch-size {half}, or with a smaller model") from None
+        if config.compile:
             raise InputError(f"--compile does not work here ({str(error).splitlines()[0]}); leave "
                              f"it out, or install a C++ compiler") from None
-        if not memory_is_full(error):
-            raise
-        half = max(1, config.batch_size // 2)
-        raise InputError(f"--batch-size {config.batch_size} does not fit in memory; try a new run "
-                         f"with --batch-size {half}, or with a smaller model") from None
+        raise
     say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
         f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py viz --ckpt {config.out} --image test:0")
@@ -1575,12 +1584,6 @@ def run_viz(typed):
                      target and classes.index(target), truth)
         say(f"wrote {out}")
     return 0
-
-
-def memory_is_full(error):
-    """Each device says it in its own words."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        words in str(error) for words in ("out of memory", "allocate memory", "not enough memory"))
 
 
 def main(argv=None):
