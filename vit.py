@@ -18,7 +18,7 @@ Commands (each has --help):
   python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
-Measured: test accuracy after the last epoch, seed 0, on one or two cores of a Xeon, in bf16 (section 7).
+Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (section 7).
 
   99.2 %   python vit.py train --data shapes --epochs 5     1 minute
   77.9 %   python vit.py train --data DIR --epochs 12      92 minutes, CIFAR-10 as lossy JPEG files
