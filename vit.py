@@ -133,7 +133,7 @@ class TrainConfig(Config):
     batch_size: int = option("optimisation", 128, "images in a step", 1, 65_536)
     optimizer: str = option("optimisation", "muon", "muon for the matrices of the blocks and "
                             "adamw for the rest, or adamw for all", choices=("muon", "adamw"))
-    muon_lr: float = option("optimisation", 0.01, "peak learning rate of Muon", 0, 100)
+    muon_lr: float = option("optimisation", 0.006, "peak learning rate of Muon", 0, 100)
     lr: float = option("optimisation", 1e-3, "peak learning rate of AdamW", 0, 100)
     weight_decay: float = option("optimisation", 0.05, "pull of the matrices to 0", 0, 100)
     warmup: float = option("optimisation", 0.1, "share of the run with a rising rate", 0, 0.9)
@@ -377,13 +377,12 @@ def sincos_positions(rows, cols, dim):
 # The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
 # more LayerNorm stands before the head (eq. 4).
 #
-# How the weights begin. Matrices: normal numbers of deviation 0.02, cut off at 0.04 so that none
-# begins as an outlier. Small enough that all classes begin about equally likely: the first loss is
-# near ln K, 2.30 for ten classes. Biases: 0. The matrix of `qkv` has a deviation of 1 / sqrt(D):
-# then the sum of D products with normalised inputs has variance 1, which section 3 asks of q and k.
-# From 0.02 attention would begin nearly even, and would be slow to choose. The two matrices that
-# end a branch, `attn.proj` and `mlp.fc2`: 0. Every block then begins as the identity, and a branch
-# grows only as far as it helps.
+# How the weights begin. A matrix that adds up n inputs: normal numbers of deviation 1 / sqrt(n).
+# From inputs of variance 1, which LayerNorm provides, its sums then have variance 1, as section 3
+# asks of q and k; and the patches enter at a size at which the positions do not drown them. The
+# head: 0.02, so small that all classes begin about equally likely; the first loss is near ln K,
+# 2.30 for ten classes. Biases: 0. The two matrices that end a branch, `attn.proj` and `mlp.fc2`: 0.
+# Every block then begins as the identity, and a branch grows only as far as it helps.
 # paper: its code begins all matrices of the blocks by Xavier's rule (for `qkv` the same size), and
 # the head at 0; in pre-training, its head has a hidden layer.
 #
@@ -429,13 +428,13 @@ class ViT(nn.Module):
         """Set every weight as told above."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")   # 1 / sqrt(n)
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
-            nn.init.normal_(block.attn.qkv.weight, std=self.config.dim**-0.5)
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp.fc2.weight)
-        nn.init.trunc_normal_(self.cls_token, std=0.02, a=-0.04, b=0.04)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.cls_token, std=0.02)
         nn.init.zeros_(self.pos_embed)                          # the class token lies nowhere
         self.pos_embed[0, 1:] = sincos_positions(*self.grid, self.config.dim) / 2
 
