@@ -14,7 +14,7 @@ Commands (each has --help):
 
   python vit.py train --data shapes --epochs 5       nothing to download, minutes on a laptop
   python vit.py train --epochs 100                   CIFAR-10, the default model and recipe
-  python vit.py train --resume vit.pt                go on where a run was stopped
+  python vit.py train --resume vit.pt                continue a stopped run
   python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
@@ -24,8 +24,8 @@ Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (sectio
   77.9 %   python vit.py train --data DIR --epochs 12      92 minutes, CIFAR-10 as lossy JPEG files
 
 Left out, to stay readable: several devices, worker processes, pre-trained weights, distillation,
-convolutional stems and the other variants. This is the plain ViT. Where the model departs from the
-paper, a comment begins with "paper:"; the recipe that trains it is of a later date throughout.
+convolutional stems and other architectures. This is the plain ViT. Where the model departs from the
+paper, a comment begins with "paper:"; the recipe that trains it is a later one throughout.
 
 Contents:  1. Symbols and configuration    6. Data and augmentation
            2. Patches                      7. Optimisation
@@ -39,7 +39,7 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 # These letters mean the same in every shape and formula of this file:
 #
 #   B  images in a batch             N  tokens: the class token and the patches, 1 + (H/P)(W/P)
-#   C  channels of an image          D  width: the numbers in a token (`dim`)
+#   C  channels of an image          D  width: how many numbers a token has (`dim`)
 #   H  height of an image, pixels    h  attention heads in a block (`num_heads`)
 #   W  width of an image, pixels     d  width of one head, D / h
 #   S  side of a square image        L  blocks (`depth`)
@@ -48,7 +48,7 @@ Contents:  1. Symbols and configuration    6. Data and augmentation
 #
 # paper: its N counts the patches only.
 
-import argparse, csv, itertools, math, os, pickle, shlex, sys, time, warnings, zipfile
+import argparse, csv, itertools, math, os, pickle, shlex, sys, tempfile, time, warnings, zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -71,13 +71,12 @@ class InputError(ValueError):
     """Something the user gave cannot work. The message says what, and what to do about it."""
 
 
-# The options, with their defaults. On a first reading skim them: each is explained where it is
-# used.
+# The options, with their defaults. On a first reading skim them: what needs a reason has it where
+# it is used.
 
-def option(group, default, help, low=None, high=None, choices=None):
+def option(default, help, low=None, high=None, choices=None):
     """A field of a configuration. `help` is the comment you read here and the text of --help."""
-    return field(default=default, metadata=dict(group=group, help=help, low=low, high=high,
-                                                choices=choices))
+    return field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices))
 
 
 class Config:
@@ -98,16 +97,16 @@ class Config:
 @dataclass(frozen=True)
 class ViTConfig(Config):
     """What the model is. Raises InputError when the numbers do not fit together."""
-    image_size: int = option("model", 32, "side of the square images, in pixels", 1, 4096)
-    patch_size: int = option("model", 4, "side P of a patch, in pixels", 1, 4096)
+    image_size: int = option(32, "side of the square images, in pixels", 1, 4096)
+    patch_size: int = option(4, "side P of a patch, in pixels", 1, 4096)
     in_channels: int = 3        # no option: every image is read as RGB
     num_classes: int = 10       # no option: the data say
-    dim: int = option("model", 192, "width D of a token", 1, 16384)
-    depth: int = option("model", 6, "number L of blocks", 1, 256)
-    num_heads: int = option("model", 3, "attention heads h in a block", 1, 256)
-    mlp_ratio: float = option("model", 4.0, "hidden width of the MLP, over dim", 0.1, 64)
-    dropout: float = option("model", 0.0, "share of numbers set to 0 in training", 0, 0.99)
-    drop_path: float = option("model", 0.0, "share of branches dropped in the last block", 0, 0.99)
+    dim: int = option(192, "width D of a token", 1, 16384)
+    depth: int = option(6, "number L of blocks", 1, 256)
+    num_heads: int = option(3, "attention heads h in a block", 1, 256)
+    mlp_ratio: float = option(4.0, "hidden width of the MLP, over dim", 0.1, 64)
+    dropout: float = option(0.0, "share of numbers set to 0 in training", 0, 0.99)
+    drop_path: float = option(0.0, "share of branches dropped in the last block", 0, 0.99)
 
     def __post_init__(self):
         super().__post_init__()
@@ -125,41 +124,33 @@ class ViTConfig(Config):
 @dataclass(frozen=True)
 class TrainConfig(Config):
     """How it is trained. Raises InputError when a value is out of its range."""
-    data: str = option("data", "cifar10", "cifar10, shapes (built in), or a folder that holds "
+    data: str = option("cifar10", "cifar10, shapes (built in), or a folder that holds "
                        "train/CLASS/* and test/CLASS/* (or val/CLASS/*)")
-    model: str = option("model", "vit", "vit, or resnet18: a CNN to compare it with (of "
-                        "these options it heeds --image-size only)", choices=("vit", "resnet18"))
-    epochs: int = option("optimisation", 100, "passes over the training images", 1, 100_000)
-    batch_size: int = option("optimisation", 128, "images in a step", 1, 65_536)
-    optimizer: str = option("optimisation", "muon", "muon for the matrices of the blocks and "
-                            "adamw for the rest, or adamw for all", choices=("muon", "adamw"))
-    muon_lr: float = option("optimisation", 0.006, "peak learning rate of Muon", 0, 100)
-    lr: float = option("optimisation", 1e-3, "peak learning rate of AdamW", 0, 100)
-    weight_decay: float = option("optimisation", 0.05, "pull of the matrices to 0", 0, 100)
-    warmup: float = option("optimisation", 0.1, "share of the run with a rising rate", 0, 0.9)
-    label_smoothing: float = option("optimisation", 0.1, "share of a target that is spread over "
-                                    "all classes", 0, 0.99)
-    clip: float = option("optimisation", 1.0, "largest norm of the gradient", 1e-6, 1e6)
-    out: str = option("run", "vit.pt", "checkpoint; log (.csv) and curves (.png) go beside it")
-    resume: str = option("run", "", "a checkpoint whose run is to go on; its settings are kept")
-    device: str = option("run", "auto", "auto takes cuda, then mps, then cpu",
+    model: str = option("vit", "vit, or resnet18: a CNN to compare it with (of the model's "
+                        "options it heeds --image-size only)", choices=("vit", "resnet18"))
+    epochs: int = option(100, "passes over the training images", 1, 100_000)
+    batch_size: int = option(128, "images in a step", 1, 65_536)
+    optimizer: str = option("muon", "muon for the matrices of the blocks and adamw for the rest, "
+                            "or adamw for all", choices=("muon", "adamw"))
+    muon_lr: float = option(0.006, "peak learning rate of Muon", 0, 100)
+    lr: float = option(1e-3, "peak learning rate of AdamW", 0, 100)
+    weight_decay: float = option(0.05, "pull of the matrices to 0", 0, 100)
+    warmup: float = option(0.1, "share of the run with a rising rate", 0, 0.9)
+    label_smoothing: float = option(0.1, "share of a target spread over all classes", 0, 0.99)
+    clip: float = option(1.0, "largest length of the gradient", 1e-6, 1e6)
+    out: str = option("vit.pt", "checkpoint; log (.csv) and curves (.png) go beside it")
+    resume: str = option("", "a checkpoint whose run is to go on; its settings are kept")
+    device: str = option("auto", "auto takes cuda, then mps, then cpu",
                          choices=("auto", "cuda", "mps", "cpu"))
-    amp: str = option("run", "auto", "precision of matrix products; auto: bf16 where the hardware "
-                      "has it, fp16 on older CUDA", choices=("auto", "bf16", "fp16", "off"))
-    compile: bool = option("run", False, "have torch.compile build faster code first (worth it on "
-                           "a GPU)")
-    seed: int = option("run", 0, "fixes all that is random", 0, 2**31 - 1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.model == "resnet18" and self.batch_size == 1:
-            raise InputError("--model resnet18 normalises over the batch, which --batch-size 1 "
-                             "leaves with one image; make it larger")
+    amp: str = option("auto", "precision of matrix products; auto: bf16 where the hardware has it, "
+                      "fp16 on older CUDA", choices=("auto", "bf16", "fp16", "off"))
+    compile: bool = option(False, "have torch.compile build faster code first (worth it on a GPU)")
+    seed: int = option(0, "fixes all that is random", 0, 2**31 - 1)
 
 
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
 #
-# A Transformer reads a sequence of vectors. The obvious sequence is the pixels, but attention
+# A Transformer reads a list of vectors, its tokens. The obvious list is the pixels, but attention
 # compares every token with every token, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5
 # billion pairs, again in every layer. Cut into patches of 16 x 16 it has 196 tokens and 38
 # thousand pairs. For CIFAR-10 (32 x 32) the same thought gives patches of 4: 8 x 8 = 64 tokens.
@@ -168,7 +159,7 @@ class TrainConfig(Config):
 # A patch of P x P pixels and C channels is laid out as one row p_i, channel by channel, and one
 # learned matrix E maps it to D numbers, a token:
 #
-#     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D)                       (paper, eq. 1)
+#     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D)               (paper, eq. 1, without b)
 #
 # Below, E is written as a convolution whose kernel and stride are both P. It is the same sum: a
 # kernel is a column of E folded to (C, P, P), and a stride of P lays it on every patch once,
@@ -191,8 +182,8 @@ class PatchEmbed(nn.Module):
 #
 # A token on a cat's ear should find out that there is another ear. So every token asks a question,
 # its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j. All
-# three are linear maps of the token (in the code with a bias each). With one token a row, x is an N
-# x D matrix, and so:
+# three are linear maps of the token (in the code with a bias each). With one token a row, x has the
+# shape (N, D), and so:
 #
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
@@ -203,7 +194,7 @@ class PatchEmbed(nn.Module):
 #
 # Over which axis? Over the keys, the last: row i of A says how token i shares out its attention.
 #
-# Why sqrt(d), d being the length of a query? If the numbers in q and k are independent, of mean 0
+# Why sqrt(d), if a query has d numbers? If the numbers in q and k are independent, of mean 0
 # and variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of
 # such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
 #
@@ -216,15 +207,16 @@ class PatchEmbed(nn.Module):
 #
 # Without the division the weights would be .016, .117, .867: closer to choosing a single token.
 #
-# Why several heads? One softmax has one focus: it cannot look at the left ear and at the tail
-# without mixing the two. So q, k and v are cut into h pieces of d = D / h numbers, each with a
+# Why several heads? One softmax gives one mean: it can look at the left ear and at the tail, but
+# mixes what it finds. So q, k and v are cut into h pieces of d = D / h numbers, each with a
 # softmax of its own, and `proj` mixes what they found (eq. 8). This takes no more multiplications
 # than one head of width D.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
 #
-# Dropout sets a random share of numbers to 0 in training and scales up the rest.
-# paper: no dropout on the weights of attention.
+# Dropout sets a random share of numbers to 0 in training and scales up the rest, so that nothing
+# hangs on a single one.
+# paper: no dropout on the weights of attention; here there is.
 
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, D) -> (B, N, D), and its weights (B, h, N, N)."""
@@ -237,10 +229,10 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, return_attention=False, fused=None):
-        """Returns the output and the softmax weights, before dropout; None where they are fused.
+        """Returns the output and the softmax weights, before dropout; None from the fused kernel.
 
-        The fused kernel computes the same without ever storing the N x N weights, so it cannot
-        return them. It is used when they are not asked for, on CUDA, where it is much faster.
+        That does all steps in one and never stores the N x N weights, so it cannot return them. By
+        default it is used on CUDA, where it is much faster, when they are not asked for.
         """
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
@@ -267,7 +259,7 @@ class Attention(nn.Module):
 # to test for, bend each by a non-linear function, narrow again. Two thirds of a block's weights
 # are here.
 #
-#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi: the normal distribution
+#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi(t): share of a normal below t
 #
 # GELU is a ReLU with a rounded corner: it passes large t and stops very negative t, but does not
 # cut the gradient off at once below 0.
@@ -292,13 +284,12 @@ class MLP(nn.Module):
 #
 #     x <- x + attention(norm1(x)),      x <- x + mlp(norm2(x))
 #
-# These sums are the residuals. Each branch need only learn a correction, and on the way back the
-# gradient reaches every block undamped through the plus signs.
+# Each plus is a residual connection: a branch need only learn a correction, and on the way back the
+# gradient reaches every block undamped.
 #
-# The sum grows with every block; normalised, each branch gets numbers of the same size. LayerNorm
-# stands before each branch (pre-norm). After the sum, as in the first Transformer, it would sit on
-# the residual path and rescale the gradient in every block; such models train only with great care
-# at the start.
+# The sum grows with every block; LayerNorm gives each branch numbers of one size. It stands before
+# the branch (pre-norm). After the sum, as in the first Transformer, it would rescale the gradient
+# on the direct path in every block; such models train only with great care at the start.
 #
 # Drop path (stochastic depth, 1603.09382) leaves a branch out for some images of a batch while
 # training, so that no block relies on exactly what another does. The branches that stay are scaled
@@ -353,14 +344,14 @@ class Block(nn.Module):
 # its feet would be the same cat. So each place has a vector of its own, learned like any weight,
 # which is added to the token that lies there:
 #
-#     x = [cls; p_1 E; ...; p_(N-1) E] + E_pos,      E_pos in R^(N x D)                   (eq. 1)
+#     x = [cls; p_1 E + b; ...; p_(N-1) E + b] + E_pos,      E_pos in R^(N x D)           (eq. 1)
 #
-# They begin as waves along the rows and the columns: the nearer two places are, the more alike from
-# the first step on. They are halved so as to leave more room for what the patches say.
+# They begin as waves along the rows and the columns: from the first step on, near places have like
+# vectors. These are halved, to leave more room for what the patches say.
 # paper: they begin at random, and the grid must be discovered.
 
 def sincos_positions(rows, cols, dim):
-    """A quarter of the width each: sin and cos of the row, sin and cos of the column.
+    """Position vectors: sin and cos of the row, of the column, each in a quarter of the width.
 
     Returns (rows * cols, dim) float32 in [-1, 1]; what is left over (dim % 4) is 0. Frequencies
     fall from 1 towards 1/100. ("Attention Is All You Need", 1706.03762, section 3.5, goes to
@@ -377,18 +368,19 @@ def sincos_positions(rows, cols, dim):
 # The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
 # more LayerNorm stands before the head (eq. 4).
 #
-# How the weights begin. A matrix that adds up n inputs: normal numbers of deviation 1 / sqrt(n).
-# From inputs of variance 1, which LayerNorm provides, its sums then have variance 1, as section 3
-# asks of q and k; and the patches enter at a size at which the positions do not drown them. The
-# head: 0.02, so small that all classes begin about equally likely; the first loss is near ln K,
-# 2.30 for ten classes. Biases: 0. The two matrices that end a branch, `attn.proj` and `mlp.fc2`: 0.
-# Every block then begins as the identity, and a branch grows only as far as it helps.
-# paper: its code begins all matrices of the blocks by Xavier's rule (for `qkv` the same size), and
-# the head at 0; in pre-training, its head has a hidden layer.
+# How the weights begin. A matrix that adds up m inputs: normal numbers of deviation 1 / sqrt(m).
+# From inputs of variance 1 its sums then have variance 1, as section 3 asks of q and k. LayerNorm
+# gives such inputs; for E the pixels are normalised (section 6), so that the patches enter at about
+# 1 and are not drowned by the positions, at 0.35. The head: 0.02, so small that all classes begin
+# about equally likely; the first loss is near ln K, 2.30 for ten. The class token: 0.02. Biases: 0.
+# The two matrices that end a branch, `attn.proj` and `mlp.fc2`: 0, so that every block begins as
+# the identity. They learn all the same, as their inputs are not 0.
+# paper: its code begins the matrices of the blocks by Xavier's rule, sqrt(2 / (inputs + outputs)),
+# which is the same for q, k and v, and the head at 0; in pre-training, its head has a hidden layer.
 #
 # The sizes that have names, with their parameters for 1,000 classes, 224 x 224 pixels and patches
 # of 16; for `cifar`, 10 classes, 32 x 32 and 4. Ti and S are from DeiT, B and L from the paper.
-# The /16 is the patch that they are known with; here `--patch-size` sets it for all of them.
+# The /16 is the patch they are known for; here `--patch-size` sets it for all of them.
 
 VARIANTS = {
     #         dim  depth  heads      parameters
@@ -425,10 +417,10 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def initialise(self):
-        """Set every weight as told above."""
+        """Set every weight as told above; LayerNorm begins with scale 1 and shift 0 by itself."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")   # 1 / sqrt(n)
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")   # 1 / sqrt(m)
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
             nn.init.zeros_(block.attn.proj.weight)
@@ -441,7 +433,7 @@ class ViT(nn.Module):
     def positions(self, rows, cols):
         """The vectors of the places in a grid of patches: (1, 1 + rows * cols, D).
 
-        For another grid than that of training, they are resized like an image (paper, section
+        For a grid other than that of training, they are resized like an image (paper, section
         3.2), so that a trained model can look at larger and at oblong images.
         """
         if (rows, cols) == self.grid:
@@ -489,8 +481,8 @@ class ViT(nn.Module):
 # image under the same label.
 #
 # To see what the CNN's assumptions are worth, the same loop also trains one, ResNet-18
-# (1512.03385). As is usual for small images, its first convolution looks at 3 x 3 pixels and leaves
-# out none, and the max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW
+# (1512.03385). As is usual for small images, its first convolution is 3 x 3 with
+# stride 1, and the max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW
 # alone (section 7).
 
 def make_model(name, config):
@@ -505,9 +497,9 @@ def make_model(name, config):
 
 # ---- 6. Data and augmentation --------------------------------------------------------------------
 #
-# All images of a set lie in one uint8 tensor on the device that trains; CIFAR-10 takes 184 MB. A
-# batch is an index into it, and augmentation is arithmetic on the whole batch: no worker processes
-# to wait for, and one seed fixes the run.
+# The images lie in two uint8 tensors, training and test, on the device that trains; CIFAR-10 takes
+# 184 MB. A batch is an index into the first and is augmented there as well: no worker processes to
+# wait for, and one seed draws all that is random.
 #
 # First, how a file becomes RGB. Files from the world have quirks that a plain decoder passes on: a
 # camera that notes "turn me" instead of turning, transparency, grey values of 16 bits.
@@ -587,7 +579,7 @@ def make_shapes(n, image_size, seed):
     masks = torch.empty(n, image_size, image_size, dtype=torch.bool)
     colours = torch.tensor(list(COLOURS.values())).float()
     for i in range(n):
-        clouds = 80 + 90 * torch.rand(1, 1, 5, 5, generator=generator)
+        clouds = 80 + 90 * torch.rand(1, 1, 5, 5, generator=generator)          # (1, 1, 5, 5)
         image = F.interpolate(clouds, size=(image_size, image_size), mode="bilinear",
                               align_corners=True)[0].repeat(3, 1, 1)        # (3, S, S)
         ring, grey = torch.rand(2, generator=generator)
@@ -683,9 +675,8 @@ def load_data(config, image_size, device):
                          f"training images; make it smaller")
     size = (len(pictures) + len(test_pictures)) * 3 * image_size**2
     if size > MOST_BYTES:
-        raise InputError(f"--data {config.data} has {len(pictures) + len(test_pictures):,} images; "
-                         f"at --image-size {image_size} they take {size / 2**30:.1f} GiB, more "
-                         f"than {MOST_BYTES / 2**30:.0f}; make it smaller, or MOST_BYTES larger")
+        raise InputError(f"--data {config.data} takes {size / 2**30:.1f} GiB at --image-size "
+                         f"{image_size}; make that smaller, or MOST_BYTES in vit.py larger")
     images, labels = decode(pictures, image_size, device)
     test_images, test_labels = decode(test_pictures, image_size, device)
     some = images[::max(1, len(images) // 1000)].float() / 255              # a sample will do
@@ -701,21 +692,20 @@ def load_data(config, image_size, device):
 #   - A shift by up to an eighth of the side, 4 pixels of 32: things need not be in the middle. It
 #     also moves the content against the grid of patches, so that no edge always falls at the same
 #     place of a patch. The rim laid bare is filled with 0, which is the mean colour.
-#   - A policy, TrivialAugment (2103.10158): one operation drawn from fourteen, of random strength:
-#     turned, sheared, moved, darker, with fewer colours. A cat in other light, or tilted, is a cat;
-#     but the strongest operations leave little of it, and of 32 pixels moved by 32 nothing.
+#   - A policy, TrivialAugment (2103.10158): one of fourteen operations, of random strength, such as
+#     turn, shear, move, darken, fewer colours. A cat in other light, or tilted, is a cat; but the
+#     strongest leave little of it: of 32 pixels moved by 32, nothing.
 #   - A mix of two images under a mix of their labels. MixUp (1710.09412) lays one over the other,
 #     CutMix (1905.04899) pastes in a rectangle. Halfway between two pictures the answer should be
 #     halfway too, and a part that can be seen should be enough.
 #
 # `shapes` are told apart by colour and lie everywhere already: they are only flipped.
 #
-# How much of the strong ones, policy and mix? Published recipes use them in long runs: a model that
-# has not learned the plain images gains little from harder ones, and one that sees them for the
-# fiftieth time knows them by heart. So their share depends on the length of the run: none up to
-# 10 epochs, all from 70. (Both ends are as in published recipes; in between, only a run of 12
-# epochs has been measured.) In the last tenth of a run nothing is mixed: the model ends on whole
-# images, each with one label.
+# How much of the strong ones, policy and mix? In a short run a model hardly learns even the plain
+# images; in a long one it would know them by heart. So the share depends on the length of the run:
+# none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (README.md has
+# what was measured, at 12 and 25 epochs; beyond, the rule is a guess.) In the last tenth of a run
+# nothing is mixed: the model ends on whole images, each with one label.
 
 def strong_share(epochs):
     """The share of images that get the policy, and of batches that are mixed: 0 to 1."""
@@ -777,8 +767,8 @@ def augment(images, labels, data, policy=0.0, mix=0.0):
 #
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
-# Biases and the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: for these,
-# 0 is no natural place.
+# Biases and the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these mix
+# nothing, and are left alone.
 
 def parameter_groups(model):
     """Three lists: the blocks' matrices, other weights that decay, and the rest, which does not."""
@@ -821,13 +811,13 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
-# Mixed precision. Matrix products in 16 bits are several times faster where the hardware has units
+# Mixed precision. Products of 16-bit numbers are several times faster where the hardware has units
 # for them. Under autocast the weights stay in float32, and what enters a product is rounded on the
-# way; the loss is computed in float32. bf16 has the range of float32 with fewer digits and needs no
-# further care. fp16 has a small range, in which small gradients would become 0. So the loss is
-# multiplied by a large factor, 65,536 at first, before the backward pass, and the gradients are
-# divided by it afterwards; a scaler seeks the largest factor that does not overflow, and skips the
-# steps on which it did.
+# way; the loss is computed in float32. bf16 keeps the range of float32 with fewer digits and needs
+# no further care. fp16 has more digits but a small range, in which small gradients would become 0.
+# So a scaler multiplies the loss by a large factor, 65,536 at first, before the backward pass, and
+# divides the gradients by it afterwards. A step that overflows is skipped and halves the factor;
+# after many that do not it is doubled.
 
 def pick_device(name):
     """"auto" takes cuda, then mps, then cpu. Raises InputError for a device that is not there."""
@@ -854,7 +844,7 @@ def pick_precision(amp, device):
 
 # Clipping. Now and then a batch has a gradient many times longer than usual, and it would rule the
 # running means of both optimizers for many steps. So the gradient of all parameters together is
-# shortened to `clip` where it is longer. The scaler's factor must come off before, or the limit
+# shortened to `clip` where it is longer. The scaler's factor must come off first, or the limit
 # would meet numbers 65,536 times too large. Two optimizers share the scaler, which notes for each
 # whether its own gradients were finite; but the length is that of all, and one NaN anywhere would
 # pass through it into the healthy gradients of the other. So both step or neither.
@@ -869,8 +859,7 @@ def update(loss, model, optimizers, scaler, clip):
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    model.zero_grad()
     return norm
 
 
@@ -883,17 +872,15 @@ def update(loss, model, optimizers, scaler, clip):
 # softened one says when to stop.
 #
 # What counts in the end is the accuracy: how often is the most probable class the right one, on
-# images that were never trained on? Dropout and drop path are off then (`eval`).
+# images that were never trained on? Dropout and drop path are off then (`model.eval()`).
 
 @torch.inference_mode()
-def predict(model, images, mean, std, dtype, batch_size=500):
+def predict(model, images, mean, std, dtype):
     """The logits (n, K), float32, of images uint8 (n, C, H, W)."""
     model.eval()
-    logits = []
-    for batch in images.split(batch_size):
-        with torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
-            logits.append(model(normalise(batch, mean, std)).float())           # (B, K)
-    return torch.cat(logits)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        logits = [model(normalise(batch, mean, std)) for batch in images.split(500)]    # (B, K)
+    return torch.cat(logits).float()
 
 
 def evaluate(model, data, dtype):
@@ -907,17 +894,15 @@ def evaluate(model, data, dtype):
 # and plain Python values, so that it can be read without running code from the file
 # (`weights_only`). The weights are those of the last epoch. To keep those of the best would be to
 # choose by the test images, and their accuracy would no longer be that of unseen data.
-
-def temporary_of(path):
-    """A neighbour to write to first; the process is in its name, as two runs must not share it."""
-    return Path(f"{path}.{os.getpid()}.tmp")
-
+#
+# What follows, down to "Now the epoch", keeps files whole and finds out damaged ones; skip it on a
+# first reading.
 
 @contextmanager
 def whole_file(path):
     """Write to a temporary neighbour, then move it to `path`: at every moment the old file or the
     new one is there, whole. Raises InputError if it cannot be written."""
-    temporary = temporary_of(path)
+    temporary = Path(f"{path}.{os.getpid()}.tmp")       # the process: two runs must not share it
     try:
         yield temporary
         os.replace(temporary, path)
@@ -931,7 +916,7 @@ def whole_file(path):
 
 
 def same_file(a, b):
-    with suppress(OSError):             # of names that are none, or of what is not there
+    with suppress(OSError):             # an impossible name, or no such file
         return os.path.samefile(a, b)
     return os.path.realpath(a) == os.path.realpath(b)
 
@@ -944,8 +929,7 @@ def check_output(path, *suffixes):
         try:
             if file.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
-            temporary_of(file).touch()
-            temporary_of(file).unlink()
+            tempfile.NamedTemporaryFile(prefix=file.name, dir=file.parent).close()
         except OSError as error:
             raise InputError(f"--out {path}: {file} cannot be written ({error.strerror}); give "
                              f"another name, in a folder that is there") from None
@@ -1038,16 +1022,14 @@ def check_parts(checkpoint):
 def load_checkpoint(path):
     """A checkpoint as a dict, its configurations as objects. Raises InputError if it is none.
 
-    torch.compile and DataParallel put prefixes before the names of weights; they are taken off.
+    A model that was wrapped before it was saved, by torch.compile or DataParallel, has prefixes
+    before the names of its weights; they are taken off.
     """
     try:
-        with zipfile.ZipFile(path) as archive:          # checks sums that torch.load does not
+        with zipfile.ZipFile(path) as archive:          # verifies checksums; torch.load does not
             if damaged := archive.testzip():
                 raise ValueError(f"damaged at {damaged}")
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise ValueError("it holds more than tensors and plain values") from None
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if type(checkpoint) is not dict:
             raise ValueError(f"it holds a {type(checkpoint).__name__}")
         if checkpoint["format"] != 1:
@@ -1060,15 +1042,16 @@ def load_checkpoint(path):
         return checkpoint
     except Exception as error:          # whatever zip, pickle or the parts make of a foreign file
         reason = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):   # PyTorch's text tells how to run the code
+            reason = "it holds more than tensors and plain values"
         raise InputError(f"{path} is not a whole checkpoint of vit.py ({reason}); check the path, "
                          f"or make one: python vit.py train") from None
 
 
 def restore(run, data, checkpoint):
     """Fill a new Run from a checkpoint. Raises InputError if the data are not those it saw."""
-    mean = torch.tensor(checkpoint["mean"])
     if (checkpoint["classes"] != data.classes or checkpoint["images"] != len(data.images)
-            or not torch.allclose(mean, data.mean.flatten().cpu())):
+            or not torch.allclose(torch.tensor(checkpoint["mean"]), data.mean.flatten().cpu())):
         raise InputError("these are not the images that the checkpoint was trained on; give the "
                          "same --data, or start a new run without --resume")
     run.model.load_state_dict(checkpoint["model"])
@@ -1090,15 +1073,15 @@ def restore(run, data, checkpoint):
 # Now the epoch. Its random numbers depend on the seed and on the epoch alone: resumed after epoch
 # 3, a run draws in epoch 4 what it would have drawn anyway.
 #
-# On a GPU, to look at the loss is to wait until it is computed, and meanwhile nothing new is sent
-# there. So it is looked at twice a second and not at every step; at step 20 for good, to tell early
-# how long the run will take. Whoever looks also checks: once the loss is infinite or no number, all
-# further steps are wasted.
+# On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
+# read twice a second and not at every step; the line of step 20 stays on the screen, to tell early
+# how long the run will take. Each reading is also a check: once the loss is infinite or no number,
+# all further steps are wasted.
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
-    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: the seed drew the weights
+    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: `seed` drew the weights
     run.model.train()
     order = torch.randperm(len(data.images), device=device)
     steps = len(order) // B             # the few images that fill no batch wait for another epoch
@@ -1193,21 +1176,21 @@ def train(run, data, config, dtype):
 
 # ---- 9. Seeing: attention, rollout, relevance ----------------------------------------------------
 #
-# Where did the model look? Three answers, each more careful than the last. Each takes the weights
-# of section 3, (B, h, N, N) for every block, and gives a number for every patch. Token 0 is the
-# class token: row 0 is what it took, and columns 1 and up are the patches.
+# Where did the model look? Three answers, each of which takes in more than the last. Each uses the
+# weights of section 3, (B, h, N, N) for every block, and gives a number for every patch. Token 0 is
+# the class token: row 0 is what it took, and columns 1 and up are the patches.
 #
 # CLS attention (CLS: the class token) is that row of block l, A_l[head, 0, 1:] for each head: what
 # the class token read there. But it read tokens, and these had read others in the blocks before.
 #
 # Rollout (Abnar and Zuidema, 2005.00928) follows that back. It assumes that half of what leaves a
-# block came through the residual and half through attention:
+# block came through the residual connection and half through attention:
 #
 #     A'_l = 1/2 (mean of A_l over heads) + 1/2 I,      R = A'_L ... A'_2 A'_1
 #
 # Later blocks are on the left, as matrices act on what stands to their right. Row i of R sums to 1
-# and says of which input tokens output token i is made. Left out are the values, the MLPs and the
-# head: the map is the same for every class.
+# and says, on that assumption, of which input tokens output token i is made. Left out are the
+# values, the MLPs and the head: the map is the same for every class.
 
 def rollout_matrix(attention):
     """attention: L tensors (B, h, N, N), block 1 first; returns R (B, N, N), rows sum to 1."""
@@ -1227,11 +1210,12 @@ def attention_rollout(attention):
 # times weight, cut off below 0, is taken as the evidence that flowed there. The mean over heads
 # comes after the cut, or a head that speaks against the class would silence one that speaks for it:
 #
-#     G_l = mean over heads of max(0, dy_c/dA_l * A_l),      R = I;  R <- R + G_l R,  l = 1 ... L
+#     G_l = mean over heads of max(0, dy_c/dA_l * A_l), number by number
+#     R = I;  then R <- R + G_l R for l = 1 ... L
 #
-# In R + G_l R, the R alone is the residual. Rows are not normalised. Of the three maps this alone
-# can tell classes apart. It sees no evidence against a class, and of the MLPs no more than their
-# gradient.
+# In R + G_l R, the R alone stands for the residual connection. Rows are not normalised. Of the
+# three maps this alone can tell classes apart. It sees no evidence against a class, and of the MLPs
+# no more than their gradient.
 
 def relevance_matrix(attention, gradients):
     """attention, gradients: L tensors (B, h, N, N), block 1 first; returns R (B, N, N)."""
@@ -1259,18 +1243,15 @@ def relevance(model, images, target):
     return relevance_matrix([A.detach() for A in attention], gradients)[:, 0, 1:]
 
 
-# To be compared, maps are drawn as multiples of uniform: 1 is "no preference", 5 "five times its
-# share".
-
 def times_uniform(values):
-    """Scale (..., N-1) to a mean of 1 over the patches; zeros stay zeros."""
+    """A map (..., N-1) as multiples of an even one: 1 is no preference. Zeros stay zeros."""
     mean = values.mean(dim=-1, keepdim=True)
     return values / mean.where(mean > 0, torch.ones_like(mean))
 
 
 # The picture. On the left is the answer: the image, what the model got of it, what it says, and the
 # three maps. On the right is what the class token read in every block and head. Each
-# patch is one even square, as attention knows nothing finer.
+# patch is one even square, as attention knows nothing finer. (The rest of this section is drawing.)
 
 def show_map(axes, values, view, grid, top, alpha=1.0):
     """Lay a map (N-1,), scale 0 to `top`, over the grey image; returns what a colour bar needs."""
@@ -1337,13 +1318,14 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     images = normalise(pil_to_tensor(view)[None], mean, std)            # (1, C, S, S)
     with torch.inference_mode():
         logits, attention = model(images, return_attention=True)
-    probabilities, order = logits[0].softmax(dim=0).sort(descending=True)
-    bars = [(classes[i], p) for i, p in zip(order[:5].tolist(), probabilities[:5].tolist())]
-    c = order[0].item() if target is None else target
-    share = logits[0].softmax(dim=0)[c].item()
+    probabilities = logits[0].softmax(dim=0).tolist()                   # K numbers
+    order = logits[0].argsort(descending=True).tolist()
+    bars = [(classes[i], probabilities[i]) for i in order[:5]]
+    c = order[0] if target is None else target
     maps = {f"CLS attention, block {len(attention)}, all heads": attention[-1].mean(1)[0, 0, 1:],
             f"rollout, blocks 1 to {len(attention)}": attention_rollout(attention)[0],
-            f"relevance for {classes[c][:16]} ({share:.0%})": relevance(model, images, c)[0]}
+            f"relevance for {classes[c][:16]} ({probabilities[c]:.0%})":
+            relevance(model, images, c)[0]}
     figure = Figure(figsize=(16, 9), dpi=100)
     maps = {title: times_uniform(values) for title, values in maps.items()}
     draw_answer(figure, photo, truth, view, bars, maps, model)
@@ -1363,7 +1345,6 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
 # reads, weighted by attention. Expect near and far side by side in the first blocks, where a
 # convolution has only near. (All this after many epochs of photographs; a few epochs of `shapes`
 # leave most of it as it began.)
-# paper: its positions began at random, so that their whole pattern was learned.
 
 def attention_distance(attention, grid, patch_size):
     """How far every head looks, in pixels. attention: L tensors (B, h, N, N); returns (L, h)."""
@@ -1378,14 +1359,14 @@ def draw_learnt(path, model, images):
     """Filters, positions and distances of a model, over images (B, C, S, S), normalised; a PNG."""
     E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
     waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
-    waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (28, C*P*P), in [0, 1]
+    waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
     waves = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     alike = (places @ places.T).reshape(-1, 1, *model.grid)             # (N-1, 1, rows, cols)
     alike = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
     with torch.inference_mode():
         attention = model(images, return_attention=True)[1]
-    far = attention_distance(attention, model.grid, model.config.patch_size)    # (L, h)
+    reach = attention_distance(attention, model.grid, model.config.patch_size)  # (L, h)
     figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
     filters, positions, distances = figure.subplots(1, 3)
     filters.imshow(waves.permute(1, 2, 0).numpy())
@@ -1393,12 +1374,12 @@ def draw_learnt(path, model, images):
     shown = positions.imshow(alike[0].numpy(), interpolation="nearest")
     positions.set_title("cosine similarity of each place with all places")
     figure.colorbar(shown, ax=positions, shrink=0.8)
-    for block, heads in enumerate(far.tolist()):
+    for block, heads in enumerate(reach.tolist()):
         distances.plot([block + 1] * len(heads), heads, "o", color="tab:blue")
     even = attention_distance([torch.ones_like(attention[0])], model.grid, model.config.patch_size)
     distances.axhline(even[0, 0].item(), color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
-                  xticks=range(1, len(far) + 1), ylim=(0, 1.5 * even[0, 0].item() or 1))
+                  xticks=range(1, len(reach) + 1), ylim=(0, 1.5 * even[0, 0].item() or 1))
     distances.legend()
     for axes in (filters, positions):
         axes.axis("off")
@@ -1422,17 +1403,17 @@ def make_parser():
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,viz}")
     train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
-    groups = {name: train_parser.add_argument_group(name)
-              for name in ("data", "model", "optimisation", "run")}
-    groups["model"].add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
-                                 help="a size by name: sets dim, depth and num-heads, no more")
-    for f in (f for f in (*fields(ViTConfig), *fields(TrainConfig)) if f.metadata):
-        takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
-            type=f.type, choices=f.metadata["choices"],
-            metavar=None if f.metadata["choices"] else f.type.__name__.upper())
-        groups[f.metadata["group"]].add_argument(
-            "--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **takes,
-            help=f"{f.metadata['help']} (default: {f.default or repr(f.default)})")
+    for name, cls in (("training", TrainConfig), ("model", ViTConfig)):
+        group = train_parser.add_argument_group(name)
+        for f in (f for f in fields(cls) if f.metadata):
+            takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
+                type=f.type, choices=f.metadata["choices"],
+                metavar=None if f.metadata["choices"] else f.type.__name__.upper())
+            group.add_argument(
+                "--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **takes,
+                help=f"{f.metadata['help']} (default: {f.default or repr(f.default)})")
+    group.add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
+                       help="a size by name: sets dim, depth and num-heads, no more")
     eval_parser = commands.add_parser("eval", help="test it, class by class", allow_abbrev=False)
     viz_parser = commands.add_parser("viz", help="see what it looks at", allow_abbrev=False)
     for p in (eval_parser, viz_parser):
@@ -1476,12 +1457,10 @@ def run_train(typed):
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
     check_output(config.out, ".pt", ".csv", ".png")
-    if checkpoint and config.epochs < checkpoint["train"].epochs:
-        raise InputError(f"{config.resume} is of a run of {checkpoint['train'].epochs} epochs and "
-                         f"cannot be made shorter; leave out --epochs, or start a new run")
-    if checkpoint and config.epochs == checkpoint["epoch"]:
-        raise InputError(f"{config.resume} has had its {config.epochs} epochs; to go on, ask for "
-                         f"more with --epochs")
+    if checkpoint and config.epochs < max(checkpoint["epoch"] + 1, checkpoint["train"].epochs):
+        raise InputError(f"{config.resume} has had {checkpoint['epoch']} of "
+                         f"{checkpoint['train'].epochs} epochs; it cannot be made shorter, and to "
+                         f"go on after its end it needs more --epochs")
     run = None
     try:
         run, data, dtype = prepare(config, vit, checkpoint)
@@ -1490,7 +1469,7 @@ def run_train(typed):
         saved = config.out if run and run.saved else config.resume
         say(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
-        return 130
+        raise
     except RuntimeError as error:
         if memory_is_full(error):
             half = max(1, config.batch_size // 2)
@@ -1503,7 +1482,6 @@ def run_train(typed):
     say(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
         f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py viz --ckpt {config.out} --image test:0")
-    return 0
 
 
 def read_picture(name, checkpoint, data):
@@ -1547,7 +1525,6 @@ def run_eval(typed):
     for i in table.fill_diagonal_(0).flatten().topk(min(5, K)).indices.tolist():
         if count := table[i // K, i % K].item():
             say(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
-    return 0
 
 
 def run_viz(typed):
@@ -1557,10 +1534,8 @@ def run_viz(typed):
                          f"attention to draw; train without --model, or try eval")
     classes, size, target = checkpoint["classes"], model.config.image_size, typed["target"]
     data, names = typed["data"] or checkpoint["train"].data, typed["image"]
-    if target is not None and target not in classes:
-        raise InputError(f"--target {target} is none of {', '.join(classes)}")
-    if target and not names:
-        raise InputError("--target is the class of a relevance map; give the --image as well")
+    if target is not None and (target not in classes or not names):
+        raise InputError(f"--target {target} must be one of {', '.join(classes)}, with an --image")
     outs = [typed["out"] or Path(name.replace(":", "_")).stem + "_attention.png"
             for name in names] or [typed["out"] or "learnt.png"]
     files = [typed["ckpt"], *outs, *names]
@@ -1582,7 +1557,6 @@ def run_viz(typed):
         draw_picture(out, photo, fit(photo, size), model, mean, std, classes,
                      target and classes.index(target), truth)
         say(f"wrote {out}")
-    return 0
 
 
 def main(argv=None):
@@ -1593,7 +1567,8 @@ def main(argv=None):
     warnings.filterwarnings("ignore", "Glyph .* missing")       # nor the font: it draws boxes
     try:
         typed = vars(make_parser().parse_args(argv))
-        return {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
+        {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
+        return 0
     except InputError as error:
         with suppress(InputError):
             say("", keep=False)                         # wipe the status line
