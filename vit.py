@@ -1074,7 +1074,7 @@ def restore(run, data, checkpoint):
 # 3, a run draws in epoch 4 what it would have drawn anyway.
 #
 # On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
-# read twice a second and not at every step; the line of step 20 stays on the screen, to tell early
+# read twice a second and not at every step; the line of step 21 stays on the screen, to tell early
 # how long the run will take. Each reading is also a check: once the loss is infinite or no number,
 # all further steps are wasted.
 
@@ -1249,9 +1249,9 @@ def times_uniform(values):
     return values / mean.where(mean > 0, torch.ones_like(mean))
 
 
-# The picture. On the left is the answer: the image, what the model got of it, what it says, and the
-# three maps. On the right is what the class token read in every block and head. Each
-# patch is one even square, as attention knows nothing finer. (The rest of this section is drawing.)
+# The picture. On the left is the answer: the image, the square the model gets, what it says, and
+# the three maps. On the right is what the class token read in every block and head. Each patch is
+# one even square, as attention knows nothing finer. (The rest of this section is drawing.)
 
 def show_map(axes, values, view, grid, top, alpha=1.0):
     """Lay a map (N-1,), scale 0 to `top`, over the grey image; returns what a colour bar needs."""
