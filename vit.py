@@ -703,8 +703,8 @@ def load_data(config, image_size, device):
 #
 # How much of the strong ones, policy and mix? In a short run a model hardly learns even the plain
 # images; in a long one it would know them by heart. So the share depends on the length of the run:
-# none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (README.md has
-# what was measured, at 12 and 25 epochs; beyond, the rule is a guess.) In the last tenth of a run
+# none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (Runs of
+# more than 12 epochs have not been measured: there the rule is a guess.) In the last tenth of a run
 # nothing is mixed: the model ends on whole images, each with one label.
 
 def strong_share(epochs):
