@@ -281,10 +281,9 @@ def test_positions_for_another_grid():
 def test_initialisation():
     torch.manual_seed(0)
     model = vit.ViT(vit.ViTConfig())
-    block, pixels = model.blocks[0], torch.randn(2, 3, 32, 32)
-    assert abs(model.patch_embed(pixels).std() - 1) < 0.1       # 4 x 4 x 3 products a sum
-    assert abs(block.mlp.fc1(torch.randn(2, 65, 192)).std() - 1) < 0.1
-    x = torch.randn(2, 65, 192)
+    block, x = model.blocks[0], torch.randn(2, 65, 192)
+    assert abs(model.patch_embed(torch.randn(2, 3, 32, 32)).std() - 1) < 0.1
+    assert abs(block.mlp.fc1(x).std() - 1) < 0.1
     q, k, v = block.attn.qkv(x).reshape(2, 65, 3, 3, 64).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(2, 3) / 8
     assert all(abs(part.std() - 1) < 0.1 for part in (q, k, v, scores))     # as section 3 supposes

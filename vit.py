@@ -194,9 +194,9 @@ class PatchEmbed(nn.Module):
 #
 # Over which axis? Over the keys, the last: row i of A says how token i shares out its attention.
 #
-# Why sqrt(d), if a query has d numbers? If the numbers in q and k are independent, of mean 0
-# and variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of
-# such scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
+# Why sqrt(d), if a query has d numbers? If the numbers in q and k are independent, of mean 0 and
+# variance 1, the sum of d products has variance d: scores of size 8 for d = 64. The softmax of such
+# scores is close to 0 or 1, where its gradient is close to 0, and learning is slow.
 #
 # By hand, one query and three tokens, d = 4:
 #
@@ -208,9 +208,9 @@ class PatchEmbed(nn.Module):
 # Without the division the weights would be .016, .117, .867: closer to choosing a single token.
 #
 # Why several heads? One softmax gives one mean: it can look at the left ear and at the tail, but
-# mixes what it finds. So q, k and v are cut into h pieces of d = D / h numbers, each with a
-# softmax of its own, and `proj` mixes what they found (eq. 8). This takes no more multiplications
-# than one head of width D.
+# mixes what it finds. So q, k and v are cut into h pieces of d = D / h numbers, each with a softmax
+# of its own, and `proj` mixes what they found (eq. 8). This takes no more multiplications than one
+# head of width D.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
 #
@@ -361,7 +361,7 @@ def sincos_positions(rows, cols, dim):
     row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
     col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
-    table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)
+    table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)  # dim - dim % 4 wide
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
 
@@ -481,9 +481,8 @@ class ViT(nn.Module):
 # image under the same label.
 #
 # To see what the CNN's assumptions are worth, the same loop also trains one, ResNet-18
-# (1512.03385). As is usual for small images, its first convolution is 3 x 3 with
-# stride 1, and the max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW
-# alone (section 7).
+# (1512.03385). As is usual for small images, its first convolution is 3 x 3 with stride 1, and the
+# max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW alone (section 7).
 
 def make_model(name, config):
     """The ViT of a configuration; or "resnet18" from torchvision, which takes C and K from it."""
@@ -703,8 +702,8 @@ def load_data(config, image_size, device):
 #
 # How much of the strong ones, policy and mix? In a short run a model hardly learns even the plain
 # images; in a long one it would know them by heart. So the share depends on the length of the run:
-# none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (Runs of
-# more than 12 epochs have not been measured: there the rule is a guess.) In the last tenth of a run
+# none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (Runs of more
+# than 12 epochs have not been measured: there the rule is a guess.) In the last tenth of a run
 # nothing is mixed: the model ends on whole images, each with one label.
 
 def strong_share(epochs):
@@ -763,7 +762,7 @@ def augment(images, labels, data, policy=0.0, mix=0.0):
 # its rate is larger. (PyTorch's Muon also lengthens the step of a tall matrix, by sqrt(rows /
 # columns).) A vector has but one singular value, its length, and what meets raw pixels or single
 # classes (`patch_embed`, `head`) fares better with AdamW in practice: Muon gets the matrices of the
-# blocks.
+# blocks, where it takes `qkv` as one.
 #
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
@@ -831,7 +830,7 @@ def pick_device(name):
 
 
 def pick_precision(amp, device):
-    """The dtype of matrix products: what `amp` names; for "auto", what the hardware is made for."""
+    """The dtype of matrix products: what `amp` names; for "auto", bf16 or fp16 where it is fast."""
     named = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
     if amp != "auto":
         return named[amp]
@@ -1352,7 +1351,7 @@ def attention_distance(attention, grid, patch_size):
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(cols)).float()       # (N-1, 2)
     far = patch_size * torch.cdist(places, places)                              # (N-1, N-1)
     patches = [A[:, :, 1:, 1:] / A[:, :, 1:, 1:].sum(dim=-1, keepdim=True) for A in attention]
-    return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])
+    return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])   # (L, h)
 
 
 def draw_learnt(path, model, images):
@@ -1403,7 +1402,7 @@ def make_parser():
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,viz}")
     train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
-    for name, cls in (("training", TrainConfig), ("model", ViTConfig)):
+    for name, cls in (("training", TrainConfig), ("model", ViTConfig)):     # --variant: in the last
         group = train_parser.add_argument_group(name)
         for f in (f for f in fields(cls) if f.metadata):
             takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
