@@ -106,7 +106,7 @@ class ViTConfig(Config):
     num_heads: int = option(3, "attention heads h in a block", 1, 256)
     mlp_ratio: float = option(4.0, "hidden width of the MLP, over dim", 0.1, 64)
     dropout: float = option(0.0, "share of numbers set to 0 in training", 0, 0.99)
-    drop_path: float = option(0.0, "share of branches dropped in the last block", 0, 0.99)
+    drop_path: float = option(0.0, "share of branches dropped, rising from 0 to this", 0, 0.99)
 
     def __post_init__(self):
         super().__post_init__()
@@ -142,8 +142,8 @@ class TrainConfig(Config):
     resume: str = option("", "a checkpoint whose run is to go on; its settings are kept")
     device: str = option("auto", "auto takes cuda, then mps, then cpu",
                          choices=("auto", "cuda", "mps", "cpu"))
-    amp: str = option("auto", "precision of matrix products; auto: bf16 where the hardware has it, "
-                      "fp16 on older CUDA", choices=("auto", "bf16", "fp16", "off"))
+    amp: str = option("auto", "precision of matrix products; auto: bf16 on CUDA and x86 that have "
+                      "it, fp16 on older CUDA", choices=("auto", "bf16", "fp16", "off"))
     compile: bool = option(False, "have torch.compile build faster code first (worth it on a GPU)")
     seed: int = option(0, "fixes all that is random", 0, 2**31 - 1)
 
@@ -372,11 +372,12 @@ def sincos_positions(rows, cols, dim):
 # From inputs of variance 1 its sums then have variance 1, as section 3 asks of q and k. LayerNorm
 # gives such inputs; for E the pixels are normalised (section 6), so that the patches enter at about
 # 1 and are not drowned by the positions, at 0.35. The head: 0.02, so small that all classes begin
-# about equally likely; the first loss is near ln K, 2.30 for ten. The class token: 0.02. Biases: 0.
-# The two matrices that end a branch, `attn.proj` and `mlp.fc2`: 0, so that every block begins as
-# the identity. They learn all the same, as their inputs are not 0.
+# about equally likely; the first loss is just above ln K, 2.30 for ten. The class token: 0.02.
+# Biases: 0. The two matrices that end a branch, `attn.proj` and `mlp.fc2`: 0, so that every block
+# begins as the identity. They learn all the same, as their inputs are not 0.
 # paper: its code begins the matrices of the blocks by Xavier's rule, sqrt(2 / (inputs + outputs)),
-# which is the same for q, k and v, and the head at 0; in pre-training, its head has a hidden layer.
+# which is the same for q, k and v, and head and class token at 0; in pre-training, its head has a
+# hidden layer.
 #
 # The sizes that have names, with their parameters for 1,000 classes, 224 x 224 pixels and patches
 # of 16; for `cifar`, 10 classes, 32 x 32 and 4. Ti and S are from DeiT, B and L from the paper.
@@ -653,7 +654,7 @@ class Data:
     classes: list                   # K names
     mean: torch.Tensor              # (C, 1, 1)
     std: torch.Tensor               # (C, 1, 1)
-    alter: bool                     # False: only flips are right for them
+    alter: bool                     # False: they are flipped, no more (see below)
 
 
 MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
@@ -959,21 +960,6 @@ def draw_curves(history, path):
         figure.savefig(file, format="png")
 
 
-LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
-       "seconds")
-
-
-@dataclass
-class Run:
-    """What changes while training."""
-    vit_config: ViTConfig
-    model: nn.Module
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    history: list                   # a dict with the keys LOG for each epoch
-    saved: bool = False             # has this run written a checkpoint yet?
-
-
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
     checkpoint = {"format": 1, "vit": asdict(run.vit_config), "train": asdict(config),
@@ -1077,6 +1063,21 @@ def restore(run, data, checkpoint):
 # how long the run will take. Each reading is also a check: once the loss is infinite or no number,
 # all further steps are wasted.
 
+LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
+       "seconds")
+
+
+@dataclass
+class Run:
+    """What changes while training."""
+    vit_config: ViTConfig
+    model: nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    history: list                   # a dict with the keys LOG for each epoch
+    saved: bool = False             # has this run written a checkpoint yet?
+
+
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
@@ -1111,7 +1112,7 @@ def train_epoch(run, data, config, dtype):
                 raise InputError(f"the loss is {mean_loss} at step {step}; nothing of this epoch "
                                  f"is saved. Try a lower --lr and --muon-lr, or --amp off")
             say(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
-                f"lr {group['lr']:.1e}  {B / pace:,.0f} images/s  "
+                f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # the last group's: Muon's
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", keep=step == 20)
     return mean_loss, accuracy, B / pace
 
@@ -1245,7 +1246,7 @@ def relevance(model, images, target):
 def times_uniform(values):
     """A map (..., N-1) as multiples of an even one: 1 is no preference. Zeros stay zeros."""
     mean = values.mean(dim=-1, keepdim=True)
-    return values / mean.where(mean > 0, torch.ones_like(mean))
+    return values / mean.where(mean > 0, 1)
 
 
 # The picture. On the left is the answer: the image, the square the model gets, what it says, and
@@ -1442,7 +1443,7 @@ RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
 
 
 def run_train(typed):
-    sizes = VARIANTS[typed.pop("variant")] if "variant" in typed else ()
+    sizes = VARIANTS.get(typed.pop("variant", None), ())
     options, checkpoint = dict(zip(("dim", "depth", "num_heads"), sizes)) | typed, None
     if "resume" in typed:
         checkpoint = load_checkpoint(typed["resume"])
