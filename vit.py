@@ -705,8 +705,8 @@ def load_data(config, image_size, device):
 # How much of the strong ones, policy and mix? In a short run a model hardly learns even the plain
 # images; in a long one it would know them by heart. So the share depends on the length of the run:
 # none up to 10 epochs, all from 70, as in published recipes of 100 epochs and more. (Measured with
-# this rule: 12 and 25 epochs. Longer runs were not, there it is a guess.) In the last tenth of a
-# run nothing is mixed: the model ends on whole images, each with one label.
+# this rule: 12 and 25 epochs. For longer runs it is a guess.) In the last tenth of a run nothing is
+# mixed: the model ends on whole images, each with one label.
 
 def strong_share(epochs):
     """The share of images that get the policy, and of batches that are mixed: 0 to 1."""
@@ -891,6 +891,23 @@ def evaluate(model, data, dtype):
     return F.cross_entropy(logits, data.test_labels).item(), right.float().mean().item()
 
 
+# What a run consists of, and what is noted of each epoch, in the checkpoint and in the log (.csv):
+
+LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
+       "seconds")
+
+
+@dataclass
+class Run:
+    """What changes while training, and the model's configuration."""
+    vit_config: ViTConfig
+    model: nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    history: list                   # a dict with the keys LOG for each epoch
+    saved: bool = False             # has this run written a checkpoint yet?
+
+
 # A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
 # and plain Python values, so that it can be read without running code from the file
 # (`weights_only`). The weights are those of the last epoch. To keep those of the best would be to
@@ -1063,21 +1080,6 @@ def restore(run, data, checkpoint):
 # read twice a second and not at every step; the line of step 21 stays on the screen, to tell early
 # how long the run will take. Each reading is also a check: once the loss is infinite or no number,
 # all further steps are wasted.
-
-LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
-       "seconds")
-
-
-@dataclass
-class Run:
-    """What changes while training."""
-    vit_config: ViTConfig
-    model: nn.Module
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    history: list                   # a dict with the keys LOG for each epoch
-    saved: bool = False             # has this run written a checkpoint yet?
-
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
@@ -1404,7 +1406,7 @@ def make_parser():
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,viz}")
     train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
-    for name, cls in (("training", TrainConfig), ("model", ViTConfig)):     # --variant: in the last
+    for name, cls in (("training", TrainConfig), ("model", ViTConfig)):    # the last has --variant
         group = train_parser.add_argument_group(name)
         for f in (f for f in fields(cls) if f.metadata):
             takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
