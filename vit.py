@@ -63,6 +63,7 @@ from collections import defaultdict
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -80,10 +81,8 @@ from torchvision.utils import make_grid
 
 __version__ = "0.2.0"
 
-
 class InputError(ValueError):
     """What the user gave cannot work. The message says why, and what can help."""
-
 
 @dataclass(frozen=True)
 class ViTConfig:
@@ -242,7 +241,6 @@ class MLP(nn.Module):
         x = self.dropout(F.gelu(self.fc1(x)))                   # (B, N, mlp_ratio * D)
         return self.dropout(self.fc2(x))                        # (B, N, D)
 
-
 # LayerNorm brings the D numbers of each token to mean 0 and variance 1, then scales and shifts them
 # by learned numbers. A block adds what attention and MLP find to what is there already (eq. 2, 3):
 #
@@ -275,7 +273,6 @@ class DropPath(nn.Module):
             return x
         keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)  # (B, 1, 1), each 0 or 1
         return x * keep / (1 - self.rate)
-
 
 class Block(nn.Module):
     """One pre-norm block: (B, N, D) -> (B, N, D), and its attention weights."""
@@ -336,7 +333,6 @@ def sincos_positions(rows, cols, dim):
     table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)  # dim - dim % 4 wide
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
-
 # The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
 # more LayerNorm stands before the head (eq. 4).
 #
@@ -368,7 +364,6 @@ VARIANTS = {
     "B/16":  (768,   12,    12,    16),   # 86,567,656
     "L/16": (1024,   24,    16,    16),   # 304,326,632
 }
-
 
 class ViT(nn.Module):
     """The Vision Transformer (2010.11929, section 3.1).
@@ -438,7 +433,6 @@ class ViT(nn.Module):
         logits = self.head(self.norm(x[:, 0]))                          # (B, K)
         return (logits, attention) if return_attention else logits
 
-
 # What it costs. In multiply-adds, a block needs 3ND^2 for q, k and v, N^2 D for the scores, N^2 D
 # for the means, ND^2 for `proj` and 8ND^2 for an MLP of ratio 4: together 12ND^2 + 2N^2 D.
 #
@@ -495,7 +489,6 @@ class Data:
     std: torch.Tensor               # (C, 1, 1)
     augmented: bool                 # False: images are flipped, no more
 
-
 # Each alteration makes a claim about pictures and their names. Three claim that the name stays:
 #
 #   - A flip, left to right: a cat in a mirror is a cat. (False for text, and for some road signs.)
@@ -529,11 +522,9 @@ def augment_strength(epochs):
     """The share of images that get the policy, 0 to 1. The share of mixed batches is half of it."""
     return min(1.0, max(0.0, (epochs - 10) / 60))
 
-
 def normalise(images, mean, std):
     """uint8 (B, C, H, W) -> float32 (B, C, H, W) of mean about 0 and deviation about 1."""
     return (images.float() / 255 - mean) / std
-
 
 def shift_and_flip(x, max_shift):
     """Move each image by up to `max_shift` pixels, flip half of them: (B, C, H, W) floats.
@@ -548,7 +539,6 @@ def shift_and_flip(x, max_shift):
     x = windows[torch.arange(B, device=x.device), :, top, left]             # (B, C, H, W)
     flip = torch.rand(B, 1, 1, 1, device=x.device) < 0.5
     return torch.where(flip, x.flip(3), x)                                  # (B, C, H, W)
-
 
 def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,).
@@ -610,7 +600,6 @@ def orthogonalise(G, dtype):
         X = torch.baddbmm(X, S, X, beta=3.4445)                     # a X + S X
     return X.mT if tall else X
 
-
 class Muon(torch.optim.Optimizer):
     """For matrices only. `dtype` is that of the products: bf16 is fast where a device has it.
 
@@ -642,7 +631,6 @@ class Muon(torch.optim.Optimizer):
                 W.mul_(1 - group["lr"] * group["weight_decay"])
                 W.add_(step, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
-
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
 # Biases and the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these mix
@@ -663,7 +651,6 @@ def parameter_groups(model):
             (matrices if parameter in in_blocks else decay).append(parameter)
     return matrices, decay, no_decay
 
-
 def make_optimizers(model, config, dtype=torch.float32):
     """AdamW and Muon, or AdamW alone: a list. Every group notes its highest rate as "peak"."""
     matrices, decay, no_decay = parameter_groups(model)
@@ -680,7 +667,6 @@ def make_optimizers(model, config, dtype=torch.float32):
                                weight_decay=config.weight_decay, dtype=fast))
     return optimizers
 
-
 # The learning rate rises along a line, because the first gradients soon point elsewhere and the
 # running means rest on few samples: full steps could go far in a wrong direction. Then it falls
 # along half a cosine: at a constant rate the weights keep jumping about in the valley, and small
@@ -694,7 +680,6 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
         return peak * (step + 1) / (warmup_steps + 1)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)   # 0 to 1
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
-
 
 # Mixed precision. Products of 16-bit numbers are several times faster where the hardware has units
 # for them. Under autocast the weights stay in float32, and what enters a product is rounded on the
@@ -745,7 +730,6 @@ class Recipe:
     clip: float = 1.0               # largest length of the gradient
     seed: int = 0                   # fixes all that is random
 
-
 # The loss is the cross-entropy, -ln of the probability that the model gives to the right class: 0
 # if it is certain and right, ln K if it has no idea. So the first loss is just above ln K, 2.30 for
 # ten classes, as the head begins near 0. While training, the target is softened: 0.9 for the right
@@ -765,19 +749,16 @@ def predict(model, images, mean, std, dtype, batch_size):
         logits = [model(normalise(batch, mean, std)) for batch in images.split(batch_size)]
     return torch.cat(logits).float()                                            # (n, K)
 
-
 def evaluate(model, data, dtype, batch_size):
     """Mean cross-entropy and accuracy (0 to 1) on the test images: two floats."""
     logits = predict(model, data.test_images, data.mean, data.std, dtype, batch_size)   # (n, K)
     correct = logits.argmax(dim=1) == data.test_labels                                  # (n,)
     return F.cross_entropy(logits, data.test_labels).item(), correct.float().mean().item()
 
-
 # What changes while training, and what is noted of each epoch:
 
 LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
        "seconds")
-
 
 @dataclass
 class Run:
@@ -790,7 +771,6 @@ class Run:
     out: str = "vit.pt"             # its checkpoint
     stamp: tuple = None             # of the file there when last seen
     own: bool = False               # is that file this run's?
-
 
 # Now the epoch. Its random numbers depend on the seed and on the epoch alone: resumed after epoch
 # 3, a run draws in epoch 4 what it would have drawn anyway.
@@ -836,12 +816,10 @@ def train_epoch(run, data, config, dtype):
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", status=step != 20)
     return loss, accuracy, B / pace
 
-
 def check_finite(loss, text):
     if not math.isfinite(loss):
         raise InputError(f"the {text}; nothing of this epoch is saved. Try a lower --lr and "
                          f"--muon-lr, or --amp off")
-
 
 # The epochs. After each, the model is tested and `save_run` writes the checkpoint: always the last
 # epoch. To keep the best one would be to choose by the test images, and their accuracy would no
@@ -902,11 +880,9 @@ def rollout_matrix(attention):
         R = (A.mean(dim=1) + identity) / 2 @ R                          # (B, N, N)
     return R
 
-
 def attention_rollout(attention):
     """Of which patches the class token is made in the end: (B, N-1)."""
     return rollout_matrix(attention)[:, 0, 1:]
-
 
 # Relevance (Chefer, Gur and Wolf, 2103.15679) asks about one class c. The gradient of its logit y_c
 # with respect to a weight of attention says whether more of it would raise the logit. Gradient
@@ -927,7 +903,6 @@ def relevance_matrix(attention, gradients):
         R = R + (gradient * A).clamp(min=0).mean(dim=1) @ R             # (B, N, N)
     return R
 
-
 def relevance(model, images, target):
     """How much each patch speaks for a class: (B, N-1) float32, not normalised.
 
@@ -943,12 +918,10 @@ def relevance(model, images, target):
     gradients = torch.autograd.grad(total, attention)
     return relevance_matrix([A.detach() for A in attention], gradients)[:, 0, 1:]
 
-
 def times_uniform(values):
     """A map (..., N-1) as multiples of an even one: 1 is no preference. Zeros stay zeros."""
     mean = values.mean(dim=-1, keepdim=True)
     return values / mean.where(mean > 0, 1)
-
 
 # What no such map can prove is why the model answered as it did (Jain and Wallace, 1902.10186).
 # Take two heads that put all their attention on one patch. One adds the value found there to the
@@ -985,7 +958,6 @@ class TrainConfig(Recipe):
     amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
 
-
 # The help text of an option is the comment at its field. What a number may be, and which words:
 
 LIMITS = {
@@ -996,7 +968,6 @@ LIMITS = {
     "clip": (1e-6, 1e6), "seed": (0, 2**31 - 1), "optimizer": ["muon", "adamw"],
     "model": ["vit", "resnet18"], "device": ["auto", "cuda", "mps", "cpu"],
     "amp": ["auto", "bf16", "fp16", "off"]}
-
 
 def log(text, status=False, error=False):
     """Print a line. A status is for terminals only, and the next line overwrites it."""
@@ -1012,14 +983,12 @@ def log(text, status=False, error=False):
             log(f"note: the output cannot be written ({reason.strerror}); going on without it",
                 error=True)
 
-
 def pick_device(name):
     """"auto" takes cuda, then mps, then cpu. Raises InputError for a device that is not there."""
     there = torch.cuda.is_available() * ["cuda"] + torch.backends.mps.is_available() * ["mps"]
     if name not in ("auto", "cpu", *there):
         raise InputError(f"--device {name}: PyTorch sees no such device; use --device auto")
     return torch.device([*there, "cpu"][0] if name == "auto" else name)
-
 
 def pick_precision(amp, device):
     """The dtype of matrix products: what `amp` names; for "auto", bf16 or fp16 where it is fast."""
@@ -1067,18 +1036,15 @@ def open_image(path):
     image.info["frames"] = frames
     return image
 
-
 def center_square(image):
     """The largest square in the middle of a PIL image: (left, top, right, bottom) in pixels."""
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     return left, top, left + side, top + side
 
-
 def center_crop(image, size):
     """The middle square of a PIL image, resized to (size, size)."""
     return image.crop(center_square(image)).resize((size, size), Image.Resampling.BICUBIC)
-
 
 # A data set that needs no file: `shapes`. A coloured disc or ring at a random place, of a random
 # size, over a cloudy grey ground and a grey disc or ring that means nothing. The class is colour
@@ -1090,7 +1056,6 @@ COLOURS = {"red": (220, 50, 50), "green": (50, 180, 70), "blue": (60, 90, 220),
 SHAPE_CLASSES = [f"{colour} {form}" for colour in COLOURS for form in ("disc", "ring")]
 SHAPE_COUNTS = {"train": 4000, "test": 1000}
 
-
 def draw_figure(ring, size, generator):
     """The pixels of a disc or ring of random radius and place: (size, size) bool."""
     r, x, y = torch.rand(3, generator=generator)
@@ -1099,7 +1064,6 @@ def draw_figure(ring, size, generator):
     middle = torch.arange(size) + 0.5                                       # of each pixel
     distance = torch.hypot(middle[None, :] - x, middle[:, None] - y)        # (S, S)
     return (distance <= radius) & (distance >= (0.5 * radius if ring else 0))
-
 
 def make_shapes(n, image_size, seed):
     """Draw n images (S = image_size); the same seed gives the same pixels.
@@ -1124,13 +1088,11 @@ def make_shapes(n, image_size, seed):
         images[i] = image.clamp(0, 255)
     return images, labels, masks
 
-
 # Folders. What counts as an image is what Pillow opens, but for documents, films and tables of
 # numbers; other files are skipped and counted. Hidden entries belong to some program, not to the
 # data. Names are compared in one Unicode form, as macOS composes letters in another.
 
 NO_IMAGES = ("EPS", "WMF", "MPEG", "PDF", "GRIB", "HDF5", "BUFR")
-
 
 def list_classes(folder, quiet=False):
     """{class: [image files]} of a folder that holds a folder for each class, all sorted."""
@@ -1157,9 +1119,7 @@ def list_classes(folder, quiet=False):
                          f"fill or remove it")
     return dict(sorted(classes.items()))
 
-
 PARTS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
-
 
 def open_folder(data, split):
     """{class: [files]} of one part of a folder, "train" or "test". If it is not divided, every
@@ -1185,7 +1145,6 @@ def open_folder(data, split):
                                                                      "test")]
             for name, files in classes.items()}
 
-
 def open_split(data, split, image_size):
     """One part of `data`: a sequence of (PIL image or file, label), and the names of the classes.
 
@@ -1209,7 +1168,6 @@ def open_split(data, split, image_size):
     pairs = [(file, label) for label, files in enumerate(classes.values()) for file in files]
     return pairs, list(classes)
 
-
 def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
     images = torch.empty(len(pictures), 3, image_size, image_size, dtype=torch.uint8)
@@ -1232,9 +1190,7 @@ def decode(pictures, image_size, device):
         log(f"note: {several:,} files hold several pictures; the first of each is used")
     return images.to(device), labels.to(device)
 
-
 MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
-
 
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
@@ -1275,17 +1231,14 @@ def stamp(path):
         status = os.stat(path)
         return status.st_ino, status.st_mtime_ns, status.st_size
 
-
 def files_of(out):
     return [Path(out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
-
 
 def free_name(out, tag):
     """`out` with a tag, and a number if it needs one, such that none of a run's files is there."""
     names = (Path(out).with_stem(f"{Path(out).stem}{tag}{n if n > 1 else ''}")
              for n in itertools.count(1))
     return next(name for name in names if not any(file.exists() for file in files_of(name)))
-
 
 def take_place(run):
     """What lies where the run will write is not lost. The files of an earlier run are renamed; if
@@ -1300,7 +1253,6 @@ def take_place(run):
             if file.exists():
                 os.replace(file, new)
                 log(f"{file} was there already; it is now {new.name}")
-
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
@@ -1334,7 +1286,6 @@ def save_run(run, config, data):
         log(f"note: {error.filename or run.out} was not written ({error.strerror}); the run goes "
             f"on without it")
 
-
 def rebuild(checkpoint):
     """The model of a checkpoint, in eval mode. It is made without memory, on the meta device, and
     takes over the checkpoint's tensors: whatever sizes are declared, only what is there counts."""
@@ -1342,7 +1293,6 @@ def rebuild(checkpoint):
         model = make_model(checkpoint["train"].model, checkpoint["vit"])
     model.load_state_dict(checkpoint["model"], assign=True)
     return model.eval()
-
 
 def load_checkpoint(path):
     """A checkpoint as a dict, its configurations as objects. Raises InputError if it is none.
@@ -1371,13 +1321,11 @@ def load_checkpoint(path):
         raise InputError(f"{path} is not a whole checkpoint of vit.py ({reason}); check the path, "
                          f"or make one: python vit.py train") from None
 
-
 def restore_model(path):
     """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
     checkpoint = load_checkpoint(path)
     mean, std = (torch.tensor(checkpoint[name])[:, None, None] for name in ("mean", "std"))
     return checkpoint, rebuild(checkpoint), mean, std
-
 
 def restore(run, data, checkpoint):
     """Fill a new Run from a checkpoint. Raises InputError if the data are not those it saw."""
@@ -1390,12 +1338,14 @@ def restore(run, data, checkpoint):
     try:
         for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state["state"]})
+            if any(value.shape not in ((), parameter.shape)
+                   for parameter, values in optimizer.state.items() for value in values.values()):
+                raise ValueError("it is of other weights")
         if checkpoint["scaler"]:                        # empty unless the run was in fp16
             run.scaler.load_state_dict(checkpoint["scaler"])
     except Exception as error:          # whatever PyTorch makes of a foreign state
         raise InputError(f"the checkpoint's optimizers do not fit its run ({error}); start a new "
                          f"run without --resume") from None
-
 
 def prepare(config, vit_config, checkpoint=None):
     """Load the data, make or restore the model, and say what is about to be done."""
@@ -1437,7 +1387,6 @@ def write_picture(figure, path):
     figure.savefig(memory, format="png")
     Path(path).write_bytes(memory.getvalue())
 
-
 def blend(view, maps, top, side):
     """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: (n, 3, S, S), S near `side`.
 
@@ -1452,12 +1401,10 @@ def blend(view, maps, top, side):
     heat, color = (F.interpolate(x, (S, S)) for x in (0.8 * heat[:, None], color[:, :3]))
     return (1 - heat) * image + heat * color
 
-
 def write(slide, x, y, width, text, size=14, **style):
     """A line of text, its letters smaller where it would be wider than `width`."""
     line = slide.text(x, y, text, size=size, parse_math=False, **style)
     line.set_size(size * width / max(width, 1.06 * line.get_window_extent().width))
-
 
 def show(slide, x, y, width, height, image, title="", top=0):
     """An image under its title and, if it is a map, over the scale of it: 0 to `top`."""
@@ -1469,7 +1416,6 @@ def show(slide, x, y, width, height, image, title="", top=0):
         for value, text, align in ((0, "0", "left"), (1, "1", "center"),
                                    (top, f"{top:.3g} x uniform", "right")):
             slide.text(x + width * (value / top) ** 0.5, end + 39, text, size=12, ha=align)
-
 
 def draw_answer(slide, side, photo, view, truth, best, patches):
     """The upper left: the photograph and the crop, the patches, the most probable classes."""
@@ -1490,7 +1436,6 @@ def draw_answer(slide, side, photo, view, truth, best, patches):
         write(slide, three, y - 6, side, name)
         slide.barh(y + 10, width, 20, left=three, color="tab:blue")
         slide.text(three + width + 8, y + 16, f"{probability:.1%}", size=13)
-
 
 def draw_picture(path, photo, view, model, mean, std, classes, target=None, truth=""):
     """Look at an RGB PIL image through `view`, its `center_crop`; write a PNG of 1600 x 900 pixels.
@@ -1536,7 +1481,6 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     write_picture(slide.figure, path)
     return best
 
-
 def draw_learnt(path, model, images, epoch):
     """Filters, positions and distances of a model, over images (B, C, S, S), normalised; a PNG."""
     E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
@@ -1546,15 +1490,16 @@ def draw_learnt(path, model, images, epoch):
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     alike = (places @ places.T).reshape(-1, 1, *model.grid)             # (N-1, 1, rows, cols)
     alike = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
-    with torch.inference_mode():
-        attention = model(images, return_attention=True)[1]
-    reach, even = (attention_distance(x, model.grid, model.config.patch_size)       # (L, h)
-                   for x in (attention, [torch.ones_like(attention[0])]))
-    blocks, even = range(1, len(reach) + 1), even[0, 0].item()
+    far = partial(attention_distance, grid=model.grid, patch_size=model.config.patch_size)
+    with torch.inference_mode():        # one by one: 50 large images at once need much memory
+        reach = [far(model(image[None], return_attention=True)[1]) for image in images]
+    reach = torch.stack(reach).mean(dim=0)                              # (L, h)
+    N = 1 + math.prod(model.grid)
+    blocks, even = range(1, len(reach) + 1), far([torch.ones(1, 1, N, N)]).item()
     figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
     filters, positions, distances = figure.subplots(1, 3)
     filters.imshow(waves.movedim(0, -1).numpy())
-    filters.set_title(f"filters: principal components, after {epoch} epochs")
+    filters.set_title(f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
     figure.colorbar(positions.imshow(alike[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
     positions.set_title("cosine similarity of each place with all places")
     for axes in (filters, positions):
@@ -1565,7 +1510,6 @@ def draw_learnt(path, model, images, epoch):
                   xticks=blocks, ylim=(0, 1.5 * even or 1))
     distances.legend()
     write_picture(figure, path)
-
 
 def draw_curves(history, path):
     """Loss and accuracy over the epochs, a PNG."""
@@ -1592,7 +1536,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(f"{message}; see python {self.prog} --help")
 
-
 def ranged(kind, low, high):
     """Reads a number for argparse, and refuses what lies out of its range."""
     def read(text):
@@ -1601,7 +1544,6 @@ def ranged(kind, low, high):
         return kind(text)
     read.__name__ = kind.__name__                                       # for argparse's message
     return read
-
 
 def add_options(group, *configs):
     """An option for each field with a comment, which is its help text."""
@@ -1615,7 +1557,6 @@ def add_options(group, *configs):
                 metavar=None if isinstance(limits, list) else f.type.__name__.upper())
             group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **takes,
                                help=f"{notes[f.name]} (default: {f.default or repr(f.default)})")
-
 
 def make_parser():
     parser = Parser(prog="vit.py", allow_abbrev=False,
@@ -1643,7 +1584,6 @@ def make_parser():
                             "(default, in the folder you are in: IMAGE_attention.png, learnt.png)")
     return parser
 
-
 def check_output(path, suffix):
     """Can a file be put at `path`? Asked before hours go into its content."""
     folder = Path(path).parent
@@ -1652,13 +1592,11 @@ def check_output(path, suffix):
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"--out {path}: {folder} is no folder that can be written to")
 
-
 # A resumed run is the same run: only where things lie, what computes it, and its length may change.
 # It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
 # up again, and it raises the share of strong augmentation.
 
 RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
-
 
 def read_options(typed):
     """Both configurations and the checkpoint, if any, from what was typed."""
@@ -1683,7 +1621,6 @@ def read_options(typed):
     check_output(config.out, ".pt")
     return vit, config, checkpoint
 
-
 def run_train(typed):
     vit, config, checkpoint = read_options(typed)
     run = None
@@ -1705,7 +1642,6 @@ def run_train(typed):
         f"wrote {run.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py eval --ckpt {out}\n"
         f"      python vit.py viz --ckpt {out} --image test:0")
-
 
 def run_eval(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
@@ -1731,7 +1667,6 @@ def run_eval(typed):
         if count := table[i // K, i % K].item():
             log(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
 
-
 def name_pictures(names, out):
     """[(image, its picture)]. Pictures of other images in the list are passed over."""
     if out and not os.path.isdir(out):
@@ -1750,7 +1685,6 @@ def name_pictures(names, out):
     return [(name, str(Path(out or "", file))) for file, name in pictures.items()
             if name not in own]
 
-
 def read_picture(name, tests):
     """An image file, or "test:7" of the tests: an RGB PIL image, and its label if it is known."""
     photo, label = Path(name), None
@@ -1764,7 +1698,6 @@ def read_picture(name, tests):
         log(f"note: {name} holds {photo.info['frames']} pictures; the first is used", error=True)
     return photo, label
 
-
 def run_viz(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
     if checkpoint["train"].model != "vit":
@@ -1775,8 +1708,11 @@ def run_viz(typed):
     if target and (target not in classes or not names):
         raise InputError(f"--target {target} must be one of {', '.join(classes)}, with an --image")
     pairs = name_pictures(names, typed["out"]) if names else [("", typed["out"] or "learnt.png")]
+    inputs = {os.path.realpath(file) for file in (typed["ckpt"], *(name for name, _ in pairs))}
     for _, out in pairs:
         check_output(out, ".png")
+        if os.path.realpath(out) in inputs:
+            raise InputError(f"--out {out} is the same file as one that is read; give another name")
     tests, code = None, 0
     if not names or any(name.startswith("test:") for name in names):
         tests, known = open_split(typed["data"] or checkpoint["train"].data, "test", size)
@@ -1800,7 +1736,6 @@ def run_viz(typed):
         log(f"{name}: {', '.join(f'{label} {share:.1%}' for label, share in top[:3])}\n"
             f"wrote {out}")
     return code
-
 
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
@@ -1832,7 +1767,6 @@ def main(argv=None):
         return 130
     except SystemExit as end:                           # --help and --version end this way
         return end.code
-
 
 if __name__ == "__main__":
     for name in ("SIGTERM", "SIGHUP"):                  # a time limit, a closed terminal: as Ctrl-C
