@@ -18,11 +18,11 @@ Commands (each has --help):
   python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
-Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (section 7).
+Measured: test accuracy after the last epoch, seed 0, one thread of a Xeon, in bf16 (section 7).
 
-  98.4 %   python vit.py train --data shapes --epochs 5     2 minutes, two cores
-  81.6 %   python vit.py train --data DIR --epochs 12      94 minutes, one core; CIFAR-10 as JPEG
-  84.7 %   python vit.py train --data DIR --epochs 25     141 minutes, one core; the same files
+  98.6 %   python vit.py train --data shapes --epochs 5     8 minutes, the machine shared
+  84.7 %   python vit.py train --data DIR --epochs 25     141 minutes; DIR: CIFAR-10 saved as JPEG,
+                                                          Muon from PyTorch
 
 Left out, to stay readable: several devices, worker processes, pre-trained weights, distillation,
 convolutional stems and other architectures. This is the plain ViT. Where the model departs from the
@@ -44,7 +44,7 @@ Part I, the lesson                          Part II, the workshop
 
 # ---- 1. Symbols and configuration ----------------------------------------------------------------
 #
-# These letters mean the same in every shape and formula of this file:
+# These letters mean the same in every shape of this file:
 #
 #   B  images in a batch             N  tokens: (H/P)(W/P) patches and one more (section 5)
 #   C  channels of an image          D  width: how many numbers a token has (`dim`)
@@ -57,7 +57,7 @@ Part I, the lesson                          Part II, the workshop
 # The one more is the class token, which belongs to no patch; so the patches alone are N-1.
 # paper: its N counts the patches only.
 
-import argparse, csv, inspect, itertools, math, os, pickle, re, shlex, shutil, signal, sys
+import argparse, inspect, itertools, math, os, pickle, re, shlex, shutil, signal, sys
 import time, unicodedata, warnings, zipfile
 from collections import defaultdict
 from contextlib import suppress
@@ -94,7 +94,7 @@ class ViTConfig:
     dim: int = 192              # width D of a token
     depth: int = 6              # number L of blocks
     num_heads: int = 3          # attention heads h in a block
-    mlp_ratio: float = 4.0      # hidden width of the MLP, over dim
+    mlp_ratio: float = 4.0      # hidden width of the MLP / dim
     dropout: float = 0.0        # share of numbers set to 0 in training
     drop_path: float = 0.0      # share of branches left out in training, rising from 0 to this
 
@@ -114,7 +114,7 @@ class ViTConfig:
 #
 # A Transformer reads a list of vectors, its tokens. The obvious list is the pixels, but attention
 # compares every token with every token, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5
-# billion pairs, again in every layer. Cut into patches of 16 x 16 it has 196 tokens and 38
+# billion pairs, again in every block. Cut into patches of 16 x 16 it has 196 tokens and 38
 # thousand pairs. For CIFAR-10 (32 x 32) the same thought gives patches of 4: 8 x 8 = 64 tokens.
 # Patches of 16 would leave four, and attention next to nothing to choose between.
 #
@@ -145,12 +145,13 @@ class PatchEmbed(nn.Module):
 # A token on a cat's ear should find out that there is another ear. So every token asks a question,
 # its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j. All
 # three are linear maps of the token (in the code with a bias each). With one token a row, x has the
-# shape (N, D), and so:
+# shape (N, D). For now there is one head, d = D, and each matrix is D x D:
 #
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
-# How well heading j fits question i is a dot product. A softmax turns the scores of one query into
-# weights that sum to 1, and the token receives the weighted mean of the values:
+# How well heading j fits question i is a dot product. A softmax (exp of each score, over the sum of
+# them all) turns the scores of one query into weights that sum to 1, and the token receives the
+# weighted mean of the values:
 #
 #     A = softmax( q k^T / sqrt(d) ),      output = A v                               (eq. 6, 7)
 #
@@ -222,7 +223,9 @@ class Attention(nn.Module):
 # to test for, bend each by a non-linear function, narrow again. Four is a convention, as old as the
 # Transformer; with it, two thirds of a block's weights are here.
 #
-#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t),  Phi(t): share of a normal below t
+#     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t)
+#
+# Phi(t) is the chance that a standard normal number is below t.
 #
 # GELU is a ReLU with a rounded corner: it passes large t and stops very negative t, but does not
 # cut the gradient off at once below 0.
@@ -247,7 +250,7 @@ class MLP(nn.Module):
 #     x <- x + attention(norm1(x)),      x <- x + mlp(norm2(x))
 #
 # Each plus is a residual connection: a branch need only learn a correction. The sum grows with
-# every block; the norm at the start of each branch gives it numbers of one size all the same.
+# every block; the norm at the start of each branch still gives it numbers of one size.
 #
 # This order is called pre-norm. The first Transformer had post-norm, x <- norm(x + attention(x)).
 # Follow a gradient back from the end. In pre-norm it has a direct path, through the pluses alone,
@@ -262,7 +265,7 @@ class MLP(nn.Module):
 # paper: it has dropout only; drop path came to ViT with DeiT (2012.12877).
 
 class DropPath(nn.Module):
-    """Zero a branch for a random share `rate` of the images: (B, N, D) -> (B, N, D)."""
+    """Zero a branch for each image with probability `rate`: (B, N, D) -> (B, N, D)."""
 
     def __init__(self, rate):
         super().__init__()
@@ -311,12 +314,12 @@ class Block(nn.Module):
 #     x = [cls; p_1 E + b; ...; p_(N-1) E + b] + E_pos,      E_pos in R^(N x D)           (eq. 1)
 #
 # They begin as waves along the rows and the columns. Each frequency f gives the row r two numbers,
-# sin(f r) and cos(f r), and the column likewise. Two rows then have the dot product
+# sin(f r) and cos(f r), and the column likewise. Rows r and s then have the dot product
 #
 #     sin(f r) sin(f s) + cos(f r) cos(f s) = cos(f (r - s)),
 #
 # largest for r = s, and falling with the distance at first: summed over all f, near places have
-# like vectors from the first step on. All are halved, to leave more room for what the patches say.
+# like vectors from the first step on. The waves are halved, to leave room for what the patches say.
 # paper: they begin at random, and the grid must be discovered.
 
 def sincos_positions(rows, cols, dim):
@@ -349,9 +352,8 @@ def sincos_positions(rows, cols, dim):
 #   pos_embed          the waves: sin and cos have deviation sqrt(1/2) = 0.71, halved 0.35, about a
 #                      third of the patches; 0 for the class token, which lies nowhere
 #
-# paper: its code begins the blocks' matrices by Xavier's rule, sqrt(2 / (inputs + outputs)), which
-# is the same for q, k and v, and head and class token at 0; in pre-training, its head has a hidden
-# layer.
+# paper: its code begins the blocks' matrices by Xavier's rule, sqrt(2 / (inputs + outputs)), and
+# head and class token at 0; in pre-training, its head has a hidden layer.
 #
 # The sizes that have names, with their parameters for 1,000 classes and images of 224 x 224; for
 # `cifar`, 10 classes and 32 x 32. Ti and S are from DeiT, B and L from the paper.
@@ -444,7 +446,7 @@ class ViT(nn.Module):
 # be 3,867 G in each block of ViT-B.
 #
 # Its parameters: 4D^2 in the attention of a block and 8D^2 in its MLP, about 12 L D^2 in all. So
-# twice the depth is twice the parameters and twice the cost; twice the width, four times both.
+# twice the depth is twice the parameters and twice the cost; twice the width, four times as much.
 # Twice the tokens cost two to four times as much, and no parameters but their positions.
 #
 # Why a ViT needs more data than a CNN. A CNN has two assumptions about images built in (its
@@ -475,11 +477,11 @@ def make_model(name, config):
 #
 # All images of a data set lie in two uint8 tensors, for training and test, on the device that
 # trains; CIFAR-10 takes 184 MB. A batch is an index into the first and is altered there as well: no
-# worker processes to wait for, and one seed draws all that is random. Section 11 fills this class.
+# worker processes to wait for, and one seed draws all that is random. Section 11 fills `Data`.
 
 @dataclass
 class Data:
-    """A data set on its device. mean and std are those of training images, from 0 to 1."""
+    """A data set on its device. mean and std: of the training pixels, scaled to 0..1."""
     images: torch.Tensor            # uint8 (n, C, S, S)
     labels: torch.Tensor            # int64 (n,)
     test_images: torch.Tensor
@@ -505,10 +507,11 @@ class Data:
 #
 #         x = lambda x_i + (1 - lambda) x_j,      y = lambda y_i + (1 - lambda) y_j
 #
-#     lambda is drawn from Beta(alpha, alpha), from 0 to 1; with alpha = 1 all values are equally
-#     likely. That is MixUp (1710.09412): halfway between two pictures the answer should be halfway
-#     too. CutMix (1905.04899) pastes a rectangle of x_j into x_i instead, and lambda is the share
-#     of the area that is left of x_i: a part that can be seen should be enough.
+#     j is the image before i in the batch. lambda is drawn once a batch from Beta(alpha, alpha),
+#     from 0 to 1: for alpha = 1 all values are equally likely, below 1 the ends are more so. That
+#     is MixUp (1710.09412): halfway between two pictures the answer should be halfway too. CutMix
+#     (1905.04899) pastes a rectangle of x_j into x_i instead; of the area, lambda is left to x_i,
+#     and the labels are mixed by it likewise: a part that can be seen should be enough.
 #
 # The built-in `shapes` are told apart by colour and lie everywhere already: they are only flipped.
 #
@@ -536,7 +539,7 @@ def shift_and_flip(x, max_shift):
     x = F.pad(x, 4 * [max_shift])                       # (B, C, H + 2*max_shift, W + 2*max_shift)
     windows = x.unfold(2, H, 1).unfold(3, W, 1)         # (B, C, tops, lefts, H, W)
     top, left = torch.randint(2 * max_shift + 1, (2, B), device=x.device)   # (B,) each
-    x = windows[torch.arange(B, device=x.device), :, top, left]             # (B, C, H, W)
+    x = windows[torch.arange(B, device=x.device), :, top, left]     # (B, C, H, W): indices first
     flip = torch.rand(B, 1, 1, 1, device=x.device) < 0.5
     return torch.where(flip, x.flip(3), x)                                  # (B, C, H, W)
 
@@ -555,22 +558,23 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     x = normalise(images, data.mean, data.std)
     x = shift_and_flip(x, images.shape[-1] // 8 if data.augmented else 0)   # (B, C, H, W)
     if mix_prob and torch.rand(()) < mix_prob:
-        K = len(data.classes)
+        K = len(data.classes)           # one of the two, evenly; labels become (B, K)
         x, labels = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=K),
-                                     v2.CutMix(alpha=1.0, num_classes=K)])(x, labels)   # (B, K)
+                                     v2.CutMix(alpha=1.0, num_classes=K)])(x, labels)
     return x, labels
 
 
 # ---- 7. Optimisation -----------------------------------------------------------------------------
 #
-# AdamW (1711.05101) divides the running mean of each weight's gradient by that gradient's usual
-# size, so that every weight moves at about the same pace. It is PyTorch's.
+# AdamW (1711.05101) divides the running mean of each weight's gradient by the root of the running
+# mean of its square, its usual size: every weight moves at about the same pace. It is PyTorch's.
 #
 # Muon (Keller Jordan, 2024; 2502.16982) takes the gradient of a matrix as a whole. A matrix
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
 # the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
-# as well. With U and V the directions that go out and come in (the singular value decomposition):
+# as well. Take G apart (its singular value decomposition): V holds the directions that come in, U
+# those that go out, S by how much each is stretched.
 #
 #     G = U S V^T      becomes      U V^T
 #
@@ -582,7 +586,7 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # with the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough.
 #
 # G is not the last gradient but its running mean, pushed a little ahead (Nesterov). A tall matrix,
-# with more rows than columns, gets a step longer by sqrt(rows / columns). The numbers in a step are
+# with more rows than columns, gets a step sqrt(rows / columns) times as long. Its numbers are
 # about 1 / sqrt(D), where AdamW's are nearer to 1, so Muon's rate is larger.
 #
 # A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do the
@@ -590,14 +594,14 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # practice. Muon gets the matrices of the blocks.
 
 def orthogonalise(G, dtype):
-    """All singular values of each matrix to about 1: (n, rows, cols) -> (n, rows, cols) `dtype`."""
+    """All singular values of each matrix to about 1: (count, rows, cols), the result in `dtype`."""
     X = (G / G.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
     tall = G.shape[1] > G.shape[2]
     X = X.mT if tall else X                             # X X^T is then of the smaller size
     for _ in range(5):
-        S = X @ X.mT
-        S = torch.baddbmm(S, S, S, beta=-4.7750, alpha=2.0315)      # b X X^T + c (X X^T)^2
-        X = torch.baddbmm(X, S, X, beta=3.4445)                     # a X + S X
+        XXt = X @ X.mT
+        XXt = torch.baddbmm(XXt, XXt, XXt, beta=-4.7750, alpha=2.0315)  # b X X^T + c (X X^T)^2
+        X = torch.baddbmm(X, XXt, X, beta=3.4445)                       # a X + (that) X
     return X.mT if tall else X
 
 class Muon(torch.optim.Optimizer):
@@ -623,13 +627,13 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(weight)
                 mean = state["momentum_buffer"].lerp_(weight.grad, 0.05)
                 G = weight.grad.lerp(mean, 0.95)
-                for W, part in zip(weight.chunk(chunks), G.chunk(chunks)):
-                    batches[W.shape].append((W, part, group))
+                for matrix, part in zip(weight.chunk(chunks), G.chunk(chunks)):
+                    batches[matrix.shape].append((matrix, part, group))
         for (rows, cols), batch in batches.items():
             steps = orthogonalise(torch.stack([G for _, G, _ in batch]), self.dtype)
-            for (W, _, group), step in zip(batch, steps):
-                W.mul_(1 - group["lr"] * group["weight_decay"])
-                W.add_(step, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+            for (matrix, _, group), step in zip(batch, steps):
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(step, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
 # Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
 # takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
@@ -660,14 +664,14 @@ def make_optimizers(model, config, dtype=torch.float32):
         {"params": decay, "weight_decay": config.weight_decay, "peak": config.lr},
         {"params": no_decay, "weight_decay": 0.0, "peak": config.lr}])]
     if matrices:
-        fast = dtype if dtype == torch.bfloat16 else torch.float32      # fp16 needs a scaler
+        fast = dtype if dtype == torch.bfloat16 else torch.float32      # fp16: too small a range
         qkv = {m.qkv.weight for m in model.modules() if isinstance(m, Attention)}
         optimizers.append(Muon([{"params": matrices, "peak": config.muon_lr,
                                  "chunks": [3 if p in qkv else 1 for p in matrices]}],
                                weight_decay=config.weight_decay, dtype=fast))
     return optimizers
 
-# The learning rate rises along a line, because the first gradients soon point elsewhere and the
+# The learning rate rises along a line, because the direction changes fast at first and the
 # running means rest on few samples: full steps could go far in a wrong direction. Then it falls
 # along half a cosine: at a constant rate the weights keep jumping about in the valley, and small
 # steps let them settle. The cosine stays high for much of the run, ends flat, and has nothing to
@@ -678,7 +682,7 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     warmup_steps. The last step, total_steps - 1, is just above final: it still does some work."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)   # 0 to 1
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)   # from 0, below 1
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
 
 # Mixed precision. Products of 16-bit numbers are several times faster where the hardware has units
@@ -699,7 +703,8 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
 # NaN in Muon's makes that length NaN, and with it AdamW's gradients. So both step or neither.
 
 def update(loss, model, optimizers, scaler, clip):
-    """One step of all optimizers down the gradient of `loss`; returns the gradient's length."""
+    """One step of all optimizers down the gradient of `loss`; returns the gradient's length. In
+    float32 and bf16 the scaler is disabled, and passes everything through."""
     scaler.scale(loss).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -733,13 +738,13 @@ class Recipe:
 # The loss is the cross-entropy, -ln of the probability that the model gives to the right class: 0
 # if it is certain and right, ln K if it has no idea. So the first loss is just above ln K, 2.30 for
 # ten classes, as the head begins near 0. While training, the target is softened: 0.9 for the right
-# class and 0.1 spread over all (label smoothing). Against a hard target a model is never done: by
-# driving the logits of what it knows further apart it can always lower its loss. The softened one
-# says when to stop.
+# class and 0.1 spread over all, itself too (label smoothing). Against a hard target a model is
+# never done: by driving the logits of what it knows further apart it can always lower its loss. The
+# softened one says when to stop.
 #
 # What counts in the end is the accuracy: how often is the most probable class the right one, on
 # images that were never trained on? Dropout and drop path are off then (`model.eval()`). The
-# batches are no larger than in training, so that what could be trained can be tested.
+# batches are no larger than in training, so that memory suffices.
 
 @torch.inference_mode()
 def predict(model, images, mean, std, dtype, batch_size):
@@ -762,7 +767,7 @@ LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "i
 
 @dataclass
 class Run:
-    """A run at work. The last three say where its files lie (section 12)."""
+    """A run at work. The last three concern its checkpoint (section 12)."""
     vit_config: ViTConfig
     model: nn.Module
     optimizers: list
@@ -777,8 +782,8 @@ class Run:
 #
 # On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
 # read twice a second and not at every step. Each reading is also a check: once the loss is infinite
-# or no number, all further steps are wasted. `log` prints the status line, which stays on the
-# screen at step 21, to tell early how long the run will take.
+# or no number, all further steps are wasted. `log` (section 10) prints the status line, which stays
+# on the screen at step 21, to tell early how long the run will take.
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
@@ -809,19 +814,19 @@ def train_epoch(run, data, config, dtype):
         now = time.perf_counter()
         if now - looked > 0.5 or step == 20 or i + 1 == steps:
             looked, pace = now, (now - begun) / (i + 1)                     # seconds a step
-            loss, accuracy = (total / (i + 1)).tolist()
-            check_finite(loss, f"training loss is {loss} at step {step}")
-            log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {loss:.3f}  "
+            mean_loss, accuracy = (total / (i + 1)).tolist()
+            check_finite(mean_loss, f"training loss is {mean_loss} at step {step}")
+            log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
                 f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # the last group's: Muon's
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", status=step != 20)
-    return loss, accuracy, B / pace
+    return mean_loss, accuracy, B / pace
 
 def check_finite(loss, text):
     if not math.isfinite(loss):
         raise InputError(f"the {text}; nothing of this epoch is saved. Try a lower --lr and "
                          f"--muon-lr, or --amp off")
 
-# The epochs. After each, the model is tested and `save_run` writes the checkpoint: always the last
+# The epochs. After each, the model is tested and `save_run` (section 12) writes it: always the last
 # epoch. To keep the best one would be to choose by the test images, and their accuracy would no
 # longer be that of unseen data. The two losses of the log are not comparable: that of training is
 # taken on altered images, while the model learns, and has the smoothing in it.
@@ -877,7 +882,7 @@ def rollout_matrix(attention):
     """attention: L tensors (B, h, N, N), block 1 first; returns R (B, N, N), rows sum to 1."""
     R = identity = torch.eye(attention[0].shape[-1], device=attention[0].device)
     for A in attention:
-        R = (A.mean(dim=1) + identity) / 2 @ R                          # (B, N, N)
+        R = ((A.mean(dim=1) + identity) / 2) @ R                        # (B, N, N)
     return R
 
 def attention_rollout(attention):
@@ -936,8 +941,8 @@ def times_uniform(values):
 
 def attention_distance(attention, grid, patch_size):
     """How far every head looks, in pixels. attention: L tensors (B, h, N, N); returns (L, h)."""
-    rows, cols = grid
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(cols)).float()       # (N-1, 2)
+    rows, cols = (torch.arange(side, device=attention[0].device) for side in grid)
+    places = torch.cartesian_prod(rows, cols).float()                           # (N-1, 2)
     far = patch_size * torch.cdist(places, places)                              # (N-1, N-1)
     patches = [A[:, :, 1:, 1:] / A[:, :, 1:, 1:].sum(dim=-1, keepdim=True) for A in attention]
     return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])   # (L, h)
@@ -1009,8 +1014,7 @@ def pick_precision(amp, device):
 def open_image(path):
     """Read an image file as an upright RGB PIL image; grey shows where it is transparent.
 
-    Of an animation the first frame is taken; image.info["frames"] counts them. Raises InputError
-    for what cannot be read as an image.
+    Of an animation the first frame is taken; image.info["frames"] counts them.
     """
     try:
         with warnings.catch_warnings():
@@ -1020,16 +1024,16 @@ def open_image(path):
                 # MPO: a phone's photo and its by-products, to be taken for one picture
                 frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
                 image = ImageOps.exif_transpose(file)
-            if image.mode.startswith(("I", "F")):   # 16 bits of grey: convert() would cut off 255
-                low, high = image.convert("I").getextrema()
-                if image.mode == "F" or low < 0 or high > 65535:
-                    raise ValueError("its numbers are no grey values of 8 or 16 bits")
-                scale = 255 / (65535 if high > 4095 else 4095)      # X-rays use 10 or 12 bits
-                image = image.convert("I").point(lambda value: value * scale + 0.5).convert("L")
-            if image.has_transparency_data:
-                ground = Image.new("RGBA", image.size, (128, 128, 128, 255))
-                image = Image.alpha_composite(ground, image.convert("RGBA"))
-            image = image.convert("RGB")
+        if image.mode[0] in "IF":                   # 16 bits of grey: convert() would cut off 255
+            low, high = image.convert("I").getextrema()
+            if image.mode == "F" or low < 0 or high > 65535:
+                raise ValueError("its numbers are no grey values of 8 or 16 bits")
+            scale = 255 / (65535 if high > 4095 else 4095)      # X-rays use 10 or 12 bits
+            image = image.convert("I").point(lambda value: value * scale + 0.5).convert("L")
+        if image.has_transparency_data:
+            ground = Image.new("RGBA", image.size, (128, 128, 128, 255))
+            image = Image.alpha_composite(ground, image.convert("RGBA"))
+        image = image.convert("RGB")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); check the path, or save it "
                          f"as PNG in another program") from None
@@ -1066,20 +1070,17 @@ def draw_figure(ring, size, generator):
     return (distance <= radius) & (distance >= (0.5 * radius if ring else 0))
 
 def make_shapes(n, image_size, seed):
-    """Draw n images (S = image_size); the same seed gives the same pixels.
-
-    Returns images uint8 (n, 3, S, S), labels int64 (n,), which go round the ten classes, and masks
-    bool (n, S, S), the pixels of the coloured figure.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.empty(n, 3, image_size, image_size, dtype=torch.uint8)
+    """n images, uint8 (n, 3, S, S), the same for the same seed; labels, int64 (n,), which go round
+    the ten classes; and the pixels of the coloured figures, bool (n, S, S)."""
+    generator, size = torch.Generator().manual_seed(seed), (image_size, image_size)
+    images = torch.empty(n, 3, *size, dtype=torch.uint8)
+    masks = torch.empty(n, *size, dtype=torch.bool)
     labels = torch.arange(n) % len(SHAPE_CLASSES)
-    masks = torch.empty(n, image_size, image_size, dtype=torch.bool)
     colours = torch.tensor(list(COLOURS.values())).float()
     for i in range(n):
-        clouds = 80 + 90 * torch.rand(1, 1, 5, 5, generator=generator)          # (1, 1, 5, 5)
-        image = F.interpolate(clouds, size=(image_size, image_size), mode="bilinear",
-                              align_corners=True)[0].repeat(3, 1, 1)        # (3, S, S)
+        clouds = 80 + 90 * torch.rand(1, 1, 5, 5, generator=generator)
+        image = F.interpolate(clouds, size, mode="bilinear", align_corners=True)    # (1, 1, S, S)
+        image = image[0].repeat(3, 1, 1)                                            # (3, S, S)
         ring, grey = torch.rand(2, generator=generator)
         image[:, draw_figure(ring < 0.5, image_size, generator)] = 40 + 180 * grey
         masks[i] = draw_figure(labels[i] % 2 == 1, image_size, generator)   # on top, never hidden
@@ -1092,58 +1093,61 @@ def make_shapes(n, image_size, seed):
 # numbers; other files are skipped and counted. Hidden entries belong to some program, not to the
 # data. Names are compared in one Unicode form, as macOS composes letters in another.
 
-NO_IMAGES = ("EPS", "WMF", "MPEG", "PDF", "GRIB", "HDF5", "BUFR")
+NO_IMAGES = {"EPS", "WMF", "MPEG", "PDF", "GRIB", "HDF5", "BUFR"}
+TEST_NAMES = ("test", "val", "valid", "validation")
+
+def entries(folder):
+    """The folders and the files in a folder, sorted. A link to a folder above it is neither."""
+    paths = sorted(path for path in Path(folder).iterdir()
+                   if path.name[0] != "." and path.name != "__MACOSX")
+    return ([path for path in paths if path.is_dir()
+             and path.resolve() not in map(Path.resolve, path.absolute().parents)],
+            [path for path in paths if not path.is_dir()])
+
+def list_files(folder):
+    folders, files = entries(folder)
+    return files + [file for inner in folders for file in list_files(inner)]
 
 def list_classes(folder, quiet=False):
     """{class: [image files]} of a folder that holds a folder for each class, all sorted."""
-    classes, skipped, kinds = {}, 0, Image.registered_extensions()
-    for where, folders, names in os.walk(folder, followlinks=True):
-        above = {os.path.realpath(path) for path in (where, *Path(where).absolute().parents)}
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX"
-                            and os.path.realpath(Path(where, name)) not in above)    # no circles
-        if where == str(folder):
-            classes = {unicodedata.normalize("NFC", name): [] for name in folders}
-            continue
-        name = unicodedata.normalize("NFC", Path(where).relative_to(folder).parts[0])
-        for file in sorted(file for file in names if file[0] != "."):
-            kind = kinds.get(Path(file).suffix.lower())
-            if kind in Image.OPEN and kind not in NO_IMAGES:
-                classes[name].append(Path(where, file))
-            else:
-                skipped += 1
+    suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
+                if kind in Image.OPEN and kind not in NO_IMAGES}
+    classes, skipped = defaultdict(list), []
+    for inner in entries(folder)[0]:
+        files = list_files(inner)
+        images = [file for file in files if file.suffix.lower() in suffixes]
+        classes[unicodedata.normalize("NFC", inner.name)] += images
+        skipped += [file.suffix or file.name for file in files if file not in images]
     if skipped and not quiet:
-        log(f"note: {skipped:,} files in {folder} are no images; they are skipped")
-    if not all(classes.values()) or not classes:
-        empty = Path(folder, *[name for name in classes if not classes[name]][:1])
-        raise InputError(f"{empty} holds no {'images' if classes else 'folder for each class'}; "
-                         f"fill or remove it")
+        log(f"note: {len(skipped):,} files in {folder} are skipped, as Pillow opens no "
+            f"{', '.join(sorted(set(skipped))[:5])}")
+    if empty := [name for name in classes if not classes[name]]:
+        raise InputError(f"{Path(folder, empty[0])} holds no images; fill or remove it")
     return dict(sorted(classes.items()))
-
-PARTS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 
 def open_folder(data, split):
     """{class: [files]} of one part of a folder, "train" or "test". If it is not divided, every
     fifth file of a class is for the test; split="any" then takes all."""
-    inside = {name.lower(): Path(data, name) for name in next(os.walk(data), ("", []))[1]}
-    found = [inside[name] for name in PARTS.get(split, PARTS["test"]) if name in inside]
-    labelled = [path for path in found if next(os.walk(path))[1]] or found
-    if found and labelled[0] != found[0]:
-        log(f"note: {found[0]} has no class folders; {labelled[0]} is used")
-    if found:
-        return list_classes(labelled[0])
-    if not inside or any(name in inside for names in PARTS.values() for name in names):
-        raise InputError(f"--data {data} is no folder with {split}/CLASS/*; give cifar10, shapes, "
-                         f"or a folder that holds train/CLASS/* and test/CLASS/* (or val/CLASS/*), "
-                         f"or CLASS/* alone")
+    inside = {path.name.lower(): path for path in entries(data)[0]} if os.path.isdir(data) else {}
+    for part in filter(None, map(inside.get, ("train",) if split == "train" else TEST_NAMES)):
+        if entries(part)[0]:
+            return list_classes(part)
+        log(f"note: {part} has no class folders; it is passed over")
+    if not inside or inside.keys() & {"train", *TEST_NAMES}:
+        raise InputError(f"--data {data}: no folders {data}/{split}/CLASS are there; give cifar10, "
+                         f"shapes, or a folder that holds train/CLASS/* and test/CLASS/* (or "
+                         f"val/CLASS/*), or CLASS/* alone")
     classes = list_classes(data, quiet=split == "train")
-    if split == "test":
-        log(f"note: {data} has no train and test; every fifth image of a class is for the test")
-    if few := [name for name in classes if len(classes[name]) < 2 and split != "any"]:
-        raise InputError(f"--data {data} has one image of {few[0]!r}; it needs one for training "
-                         f"and one for the test")
-    return {name: [file for i, file in enumerate(files) if split in ("any", "train" if i % 5 else
-                                                                     "test")]
-            for name, files in classes.items()}
+    if split == "any":
+        log(f"note: {data} has no train and test; all images are for the test")
+        return classes
+    if few := [name for name, files in classes.items() if len(files) < 2]:
+        raise InputError(f"--data {data} has one image of {few[0]!r}; it needs two, for the test")
+    if split == "train":
+        return {name: [file for i, file in enumerate(files) if i % 5]
+                for name, files in classes.items()}
+    log(f"note: {data} has no train and test; every fifth image of a class is for the test")
+    return {name: files[::5] for name, files in classes.items()}
 
 def open_split(data, split, image_size):
     """One part of `data`: a sequence of (PIL image or file, label), and the names of the classes.
@@ -1171,9 +1175,9 @@ def open_split(data, split, image_size):
 def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
     images = torch.empty(len(pictures), 3, image_size, image_size, dtype=torch.uint8)
-    labels, unreadable, several = torch.empty(len(pictures), dtype=torch.int64), [], 0
-    for i in range(len(pictures)):
-        picture, labels[i] = pictures[i]
+    labels, unreadable, several = [], [], 0
+    for i, (picture, label) in enumerate(pictures):
+        labels.append(label)
         try:
             picture = open_image(picture) if isinstance(picture, Path) else picture
             several += picture.info.get("frames", 1) > 1
@@ -1188,32 +1192,30 @@ def decode(pictures, image_size, device):
                          f"or remove them")
     if several:
         log(f"note: {several:,} files hold several pictures; the first of each is used")
-    return images.to(device), labels.to(device)
+    return images.to(device), torch.tensor(labels, device=device)
 
 MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
 
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
-    name = f"--data {config.data}"
-    pictures, classes = open_split(config.data, "train", image_size)
-    test_pictures, test_classes = open_split(config.data, "test", image_size)
-    size = (len(pictures) + len(test_pictures)) * 3 * image_size**2
+    name, S = f"--data {config.data}", image_size
+    pictures, classes = open_split(config.data, "train", S)
+    test_pictures, test_classes = open_split(config.data, "test", S)
     if odd := sorted(set(classes) ^ set(test_classes)):
-        raise InputError(f"{name} has classes in only one of train and test, {odd[0]!r} for one; "
-                         f"give both the same folders")
+        raise InputError(f"{name} has {odd[0]!r} in only one of train and test; it must be in both")
     if len(classes) < 2:
         raise InputError(f"{name} has one class, {classes[0]!r}; it needs two or more, as "
                          f"train/CLASS/* and test/CLASS/*, or CLASS/* alone")
     if config.batch_size > len(pictures):
         raise InputError(f"--batch-size {config.batch_size} is more than the {len(pictures)} "
                          f"training images; make it smaller")
-    if size > MOST_BYTES:
-        raise InputError(f"{name} takes {size / 2**30:.1f} GiB at --image-size {image_size}; make "
-                         f"that smaller, or MOST_BYTES in vit.py larger")
-    images, labels = decode(pictures, image_size, device)
+    if (size := (len(pictures) + len(test_pictures)) * 3 * S**2) > MOST_BYTES:
+        raise InputError(f"{name} takes {size / 2**30:.1f} GiB at --image-size {S}; make that "
+                         f"smaller, or MOST_BYTES in vit.py larger")
+    images, labels = decode(pictures, S, device)
     sample = images[::max(1, len(images) // 1000)].float() / 255
     std, mean = torch.std_mean(sample, dim=(0, 2, 3), keepdim=True)         # (1, C, 1, 1)
-    return Data(images, labels, *decode(test_pictures, image_size, device), classes, mean[0],
+    return Data(images, labels, *decode(test_pictures, S, device), classes, mean[0],
                 std[0].clamp(min=0.01), augmented=config.data != "shapes")
 
 
@@ -1225,34 +1227,43 @@ def load_data(config, image_size, device):
 # moment the old file or the new one is there, whole. Log and curves are conveniences: where they
 # cannot be written, open in another program perhaps, the run goes on.
 
+def write_file(path, content):
+    """Put bytes into a temporary neighbour, then move it to `path`: none is ever half-written."""
+    temporary = Path(f"{path}.{os.getpid()}.tmp")       # the process: two runs must not share it
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path} could not be written ({error.strerror}); what was there is "
+                         f"untouched, make room or give another --out") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
 def stamp(path):
     """Tells whether the file at `path` is the one seen before; None if there is none."""
     with suppress(OSError):
-        status = os.stat(path)
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return os.stat(path).st_mtime_ns, os.stat(path).st_size
 
 def files_of(out):
     return [Path(out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
 
-def free_name(out, tag):
-    """`out` with a tag, and a number if it needs one, such that none of a run's files is there."""
-    names = (Path(out).with_stem(f"{Path(out).stem}{tag}{n if n > 1 else ''}")
-             for n in itertools.count(1))
-    return next(name for name in names if not any(file.exists() for file in files_of(name)))
-
 def take_place(run):
     """What lies where the run will write is not lost. The files of an earlier run are renamed; if
     another run has just written there, this one goes on under a name of its own."""
-    there = stamp(run.out)
-    if there and there != run.stamp:
-        taken, run.out = run.out, str(free_name(run.out, ".new"))
-        log(f"note: another program has written {taken}; this run goes on as {run.out}")
-    elif there and not run.own:
-        old = free_name(run.out, ".old")
-        for file, new in zip(files_of(run.out), files_of(old)):
-            if file.exists():
-                os.replace(file, new)
-                log(f"{file} was there already; it is now {new.name}")
+    there, path = stamp(run.out), Path(run.out)
+    tag = ".old" if there in (None, run.stamp) else ".new"
+    if run.own and tag == ".old":
+        return
+    names = (path.with_stem(f"{path.stem}{tag}{n}") for n in ("", *range(2, 10_000)))
+    free = next(name for name in names if not any(map(Path.exists, files_of(name))))
+    if tag == ".new":
+        run.out = str(free)
+        log(f"note: another program has written {path}; this run goes on as {free}")
+        return
+    for file, new in zip(files_of(path), files_of(free)):
+        if file.is_file():
+            file.replace(new)
+            log(f"{file} was there already; it is now {new.name}")
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
@@ -1263,57 +1274,45 @@ def save_run(run, config, data):
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
-    temporary = Path(f"{run.out}.{os.getpid()}.tmp")    # the process: two runs must not share it
-    try:
-        torch.save(checkpoint, temporary)
-        take_place(run)                                 # not before the new file is whole
-        os.replace(temporary, run.out)
-    except (OSError, RuntimeError) as error:            # on a full disk, torch.save raises either
-        reason = getattr(error, "strerror", None) or "is the disk full?"
-        raise InputError(f"{run.out} could not be written ({reason}); what was there is untouched, "
-                         f"make room or give another --out") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    memory = BytesIO()
+    torch.save(checkpoint, memory)
+    take_place(run)
+    write_file(run.out, memory.getbuffer())
     run.stamp, run.own = stamp(run.out), True
+    rows = [",".join(map(str, row.values())) for row in run.history]
     try:
-        _, log_file, curves = files_of(run.out)
-        with open(log_file, "w", newline="") as file:
-            writer = csv.DictWriter(file, LOG)
-            writer.writeheader()
-            writer.writerows(run.history)
-        draw_curves(run.history, curves)
-    except OSError as error:
-        log(f"note: {error.filename or run.out} was not written ({error.strerror}); the run goes "
-            f"on without it")
-
-def rebuild(checkpoint):
-    """The model of a checkpoint, in eval mode. It is made without memory, on the meta device, and
-    takes over the checkpoint's tensors: whatever sizes are declared, only what is there counts."""
-    with torch.device("meta"):
-        model = make_model(checkpoint["train"].model, checkpoint["vit"])
-    model.load_state_dict(checkpoint["model"], assign=True)
-    return model.eval()
+        write_file(files_of(run.out)[1], "\n".join([",".join(LOG), *rows, ""]).encode())
+        draw_curves(run.history, files_of(run.out)[2])
+    except InputError as error:
+        log(f"note: {error}; the run goes on")
 
 def load_checkpoint(path):
-    """A checkpoint as a dict, its configurations as objects. Raises InputError if it is none.
+    """A checkpoint as a dict, its configurations as objects, and its model in eval mode as "net".
 
-    A model that was wrapped before it was saved, by torch.compile or DataParallel, has prefixes
-    before the names of its weights; they are taken off.
+    That one is made on the meta device, without memory, and takes over the tensors of the file:
+    whatever sizes are declared, only what is there counts. Of a model that was wrapped when it was
+    saved, by torch.compile or DataParallel, the prefixes of the names are taken off.
     """
     try:
         with zipfile.ZipFile(path) as archive:          # verifies checksums; torch.load does not
             if damaged := archive.testzip():
                 raise ValueError(f"damaged at {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] != 1:
-            raise ValueError(f"its format is {checkpoint['format']}, not 1")
-        checkpoint |= {"vit": ViTConfig(**checkpoint["vit"]),
-                       "train": TrainConfig(**checkpoint["train"]),
-                       "model": {name.replace("_orig_mod.", "").replace("module.", ""): weight
-                                 for name, weight in checkpoint["model"].items()}}
-        if not all(weight.isfinite().all() for weight in rebuild(checkpoint).parameters()):
+        if checkpoint.get("format") != 1:
+            raise ValueError(f"its format is {checkpoint.get('format')}, not 1")
+        vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
+        weights = {name.replace("_orig_mod.", "").replace("module.", ""): weight
+                   for name, weight in checkpoint["model"].items()}
+        with torch.device("meta"):
+            net = make_model(config.model, vit).eval()
+        net.load_state_dict(weights, assign=True)
+        if not all(weight.isfinite().all() for weight in net.parameters()):
             raise ValueError("some of its weights are not finite")
-        return checkpoint
+        counts = [len(checkpoint[part]) for part in ("classes", "mean", "std", "history")]
+        if counts != [vit.num_classes, 3, 3, checkpoint["epoch"]] or any(
+                tuple(row) != LOG for row in checkpoint["history"]):
+            raise ValueError("its parts do not fit together")
+        return checkpoint | {"vit": vit, "train": config, "model": weights, "net": net}
     except Exception as error:          # whatever zip, pickle or the parts make of a foreign file
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, pickle.UnpicklingError):   # PyTorch's text tells how to run the code
@@ -1325,7 +1324,7 @@ def restore_model(path):
     """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
     checkpoint = load_checkpoint(path)
     mean, std = (torch.tensor(checkpoint[name])[:, None, None] for name in ("mean", "std"))
-    return checkpoint, rebuild(checkpoint), mean, std
+    return checkpoint, checkpoint["net"], mean, std
 
 def restore(run, data, checkpoint):
     """Fill a new Run from a checkpoint. Raises InputError if the data are not those it saw."""
@@ -1341,8 +1340,7 @@ def restore(run, data, checkpoint):
             if any(value.shape not in ((), parameter.shape)
                    for parameter, values in optimizer.state.items() for value in values.values()):
                 raise ValueError("it is of other weights")
-        if checkpoint["scaler"]:                        # empty unless the run was in fp16
-            run.scaler.load_state_dict(checkpoint["scaler"])
+        run.scaler.load_state_dict(checkpoint["scaler"] or run.scaler.state_dict())
     except Exception as error:          # whatever PyTorch makes of a foreign state
         raise InputError(f"the checkpoint's optimizers do not fit its run ({error}); start a new "
                          f"run without --resume") from None
@@ -1367,10 +1365,11 @@ def prepare(config, vit_config, checkpoint=None):
     patches, S, name = (vit.image_size // vit.patch_size) ** 2, vit.image_size, config.model
     if name == "vit":
         name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
-        usual = next(P for P in range(1, S + 1) if S % P == 0 and S // P <= 14)     # 14: ViT-B/16
+        usual = [f"--patch-size {P}" for P in range(1, S) if S % P == 0 and 4 <= S // P <= 14]
         if not 16 <= patches <= 1024:
             log(f"warning: {patches:,} patches are " + (f"too few to attend to" if patches < 16 else
-                f"slow and take much memory") + f"; usual for {S} pixels is --patch-size {usual}")
+                f"slow and take much memory") + f"; usual for {S} pixels is "
+                f"{[*usual, 'another --image-size, a multiple of 16'][0]}")
     log(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
         f"images of {S} x {S}, {len(data.classes)} classes\n"
@@ -1379,30 +1378,30 @@ def prepare(config, vit_config, checkpoint=None):
         f"in {str(dtype).removeprefix('torch.')}")
     return run, data, dtype
 
-
 # ---- 13. Pictures --------------------------------------------------------------------------------
 
 def write_picture(figure, path):
-    memory = BytesIO()               # the whole picture, before the file is touched
+    memory = BytesIO()
     figure.savefig(memory, format="png")
-    Path(path).write_bytes(memory.getvalue())
+    write_file(path, memory.getvalue())
 
-def blend(view, maps, top, side):
-    """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: (n, 3, S, S), S near `side`.
+def blend(view, maps, top, side, columns=1):
+    """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: a grid (height, width, 3).
 
-    The image is dimmed, and heat is the more opaque the hotter: both are seen. The square root
-    keeps weak structure visible beside one patch of 50 x uniform.
+    The image, about `side` pixels each, is dimmed, and heat is the more opaque the hotter. The
+    square root keeps weak structure visible beside one patch of 50 x uniform.
     """
     S = maps.shape[2] * max(1, round(side / maps.shape[2]))     # whole pixels a patch
     image = pil_to_tensor(view.resize((S, S))) / 255
     image = image * 0.25 / image.mean().clamp(min=0.25)         # a dark photograph is dark enough
-    heat = (maps / top).sqrt()
-    color = torch.from_numpy(colormaps["inferno"](heat.numpy())).float().movedim(-1, 1)
-    heat, color = (F.interpolate(x, (S, S)) for x in (0.8 * heat[:, None], color[:, :3]))
-    return (1 - heat) * image + heat * color
+    heat = F.interpolate((maps / top).sqrt()[:, None], (S, S))                  # (n, 1, S, S)
+    color = torch.from_numpy(colormaps["inferno"](heat[:, 0].numpy())[..., :3]).movedim(-1, 1)
+    grid = make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns)
+    return grid.movedim(0, -1).numpy()
 
 def write(slide, x, y, width, text, size=14, **style):
     """A line of text, its letters smaller where it would be wider than `width`."""
+    text = text.encode(errors="backslashreplace").decode()      # a folder's name may be no text
     line = slide.text(x, y, text, size=size, parse_math=False, **style)
     line.set_size(size * width / max(width, 1.06 * line.get_window_extent().width))
 
@@ -1411,22 +1410,20 @@ def show(slide, x, y, width, height, image, title="", top=0):
     slide.imshow(image, extent=(x, x + width, y + height, y), interpolation="nearest")
     write(slide, x, y - 8, max(width, height), title)
     if top:
-        bar, end = [range(256)], y + height
-        slide.imshow(bar, cmap="inferno", extent=(x, x + width, end + 20, end + 8))
+        end = y + height
+        slide.imshow([range(256)], cmap="inferno", extent=(x, x + width, end + 20, end + 8))
         for value, text, align in ((0, "0", "left"), (1, "1", "center"),
                                    (top, f"{top:.3g} x uniform", "right")):
             slide.text(x + width * (value / top) ** 0.5, end + 39, text, size=12, ha=align)
 
 def draw_answer(slide, side, photo, view, truth, best, patches):
     """The upper left: the photograph and the crop, the patches, the most probable classes."""
-    small, two, three = photo.copy(), 40 + side, 60 + 2 * side
-    small.thumbnail((800, 800))         # drawing 48 megapixels would take seconds
-    scale = side / max(small.size)
-    show(slide, 20, 90, scale * small.width, scale * small.height, small,
+    scale, two, three = side / max(photo.size), 40 + side, 60 + 2 * side
+    small = photo.reduce(max(1, max(photo.size) // 400))        # 48 megapixels would take seconds
+    show(slide, 20, 90, scale * photo.width, scale * photo.height, small,
          f"the image: {truth or f'{photo.width} x {photo.height} pixels'}")
-    left, top, right, bottom = (scale * edge for edge in center_square(small))
-    slide.plot([20 + x for x in (left, right, right, left, left)],
-               [90 + y for y in (top, top, bottom, bottom, top)], color="crimson", lw=3)
+    x, y, edge = (scale * pixels for pixels in (*center_square(photo)[:2], min(photo.size)))
+    slide.bar(20 + x, edge, edge, 90 + y, align="edge", fill=False, edgecolor="crimson", lw=3)
     show(slide, two, 90, side, side, view, f"the model sees {patches} x {patches} patches")
     lines = torch.linspace(0, side, patches + 1)[1:-1].numpy()
     slide.vlines(two + lines, 90, 90 + side, color="white", lw=0.6)
@@ -1449,28 +1446,28 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     p = logits[0].softmax(dim=0)                                        # (K,)
     best = [(classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
     c = p.argmax().item() if target is None else target
-    name = classes[c] if len(classes[c]) <= 24 else classes[c][:23] + "…"
     heads = torch.stack([A[0, :, 0, 1:] for A in attention])            # (L, h, N-1)
+    maps = torch.stack([heads[-1].mean(dim=0), attention_rollout(attention)[0],
+                        relevance(model, images, c)[0]])                # (3, N-1)
     L, h = heads.shape[:2]
-    maps = {f"CLS attention, block {L}, all heads": heads[-1].mean(dim=0),
-            f"rollout, blocks 1 to {L}": attention_rollout(attention)[0],
-            f"relevance for {name} ({p[c]:.0%})": relevance(model, images, c)[0]}
-    heads, drawn = (times_uniform(x).reshape(-1, *model.grid)
-                    for x in (heads, torch.stack(list(maps.values()))))
-    tops = [max(4, x.max().item()) for x in (drawn[:2], drawn[:2], drawn[2], heads)]
-    slide = Figure(figsize=(16, 9), dpi=100).add_axes((0, 0, 1, 1), xlim=(0, 1600), ylim=(900, 0))
-    slide.axis("off")                   # one pair of axes, in pixels, for all
-    cell = min(735 / L, 590 / h)
+    name = classes[c][:23] + "…" * (len(classes[c]) > 23)
+    titles = (f"CLS attention, block {L}, all heads", f"rollout, blocks 1 to {L}",
+              f"relevance for {name} ({p[c]:.0%})")
+    heads, maps = (times_uniform(x).reshape(-1, *model.grid) for x in (heads, maps))
+    tops = [max(4, x.max().item()) for x in (maps[:2], maps[:2], maps[2], heads)]
+    cell = min(735 / L, 590 / h)        # the side of a head's map
     start = 1580 - max(376, cell * h)   # the evidence is right of this
     side = (start - 150) / 3
-    title = f"The answer: {best[0][0]} ({best[0][1]:.0%})"
-    write(slide, 20, 52, start - 130, title, 20, weight="bold")
-    write(slide, start - 70, 52, 460, "The evidence: CLS attention", 20, weight="bold")
+    slide = Figure(figsize=(16, 9), dpi=100).add_axes((0, 0, 1, 1), xlim=(0, 1600), ylim=(900, 0))
+    slide.axis("off")                   # one pair of axes, in pixels, for all
+    for x, width, title in ((20, start - 130, f"The answer: {best[0][0]} ({best[0][1]:.0%})"),
+                            (start - 70, 460, "The evidence: CLS attention")):
+        write(slide, x, 52, width, title, 20, weight="bold")
     draw_answer(slide, side, photo, view, truth, best, model.grid[0])
-    for i, title in enumerate(maps):
-        image = blend(view, drawn[i:i + 1], tops[i], side)[0].movedim(0, -1).numpy()
-        show(slide, 20 + i * (side + 20), 122 + side, side, side, image, title, tops[i])
-    image = make_grid(blend(view, heads, tops[3], cell - 2), nrow=h).movedim(0, -1).numpy()
+    for i in range(3):
+        image = blend(view, maps[i:i + 1], tops[i], side)
+        show(slide, 20 + i * (side + 20), 122 + side, side, side, image, titles[i], tops[i])
+    image = blend(view, heads, tops[3], cell - 2, h)
     show(slide, start, 90, cell * h, cell * L, image, "", tops[3])
     for i in range(0, L, math.ceil(20 / cell)):
         write(slide, start - 8, 95 + cell * (i + 0.5), 72, f"block {i + 1}", 12, ha="right")
@@ -1486,22 +1483,22 @@ def draw_learnt(path, model, images, epoch):
     E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
     waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
     waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
-    waves = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     alike = (places @ places.T).reshape(-1, 1, *model.grid)             # (N-1, 1, rows, cols)
-    alike = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
     far = partial(attention_distance, grid=model.grid, patch_size=model.config.patch_size)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
         reach = [far(model(image[None], return_attention=True)[1]) for image in images]
     reach = torch.stack(reach).mean(dim=0)                              # (L, h)
-    N = 1 + math.prod(model.grid)
-    blocks, even = range(1, len(reach) + 1), far([torch.ones(1, 1, N, N)]).item()
+    even = far([torch.ones(1, 1, 1 + len(places), 1 + len(places))]).item()
+    blocks = range(1, len(reach) + 1)
     figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
     filters, positions, distances = figure.subplots(1, 3)
-    filters.imshow(waves.movedim(0, -1).numpy())
-    filters.set_title(f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
-    figure.colorbar(positions.imshow(alike[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
-    positions.set_title("cosine similarity of each place with all places")
+    grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
+    filters.imshow(grid.movedim(0, -1).numpy())
+    filters.set(title=f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
+    grid = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
+    figure.colorbar(positions.imshow(grid[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
+    positions.set(title="cosine similarity of each place with all places")
     for axes in (filters, positions):
         axes.axis("off")
     distances.plot(blocks, reach.numpy(), "o", color="tab:blue")
@@ -1514,12 +1511,12 @@ def draw_learnt(path, model, images, epoch):
 def draw_curves(history, path):
     """Loss and accuracy over the epochs, a PNG."""
     figure = Figure(figsize=(10, 4), dpi=100, layout="constrained")
+    epochs = range(1, len(history) + 1)
     for axes, what, unit in zip(figure.subplots(1, 2), ("loss", "accuracy"), (1, 100)):
-        for part, label in (("train_", "training, on altered images"), ("val_", "held out"),
-                            ("test_", "test")):
-            rows = [row for row in history if part + what in row]
-            axes.plot([row["epoch"] for row in rows], [unit * row[part + what] for row in rows],
-                      "o-", markersize=3, label=label if rows else None)
+        for key, label in ((f"train_{what}", "training, on altered images"),
+                           (f"val_{what}", "held out"), (f"test_{what}", "test")):
+            if key in history[0]:
+                axes.plot(epochs, [unit * row[key] for row in history], "o-", ms=3, label=label)
         axes.set(xlabel="epoch", title="loss" if unit == 1 else "accuracy, %")
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
@@ -1536,88 +1533,81 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(f"{message}; see python {self.prog} --help")
 
-def ranged(kind, low, high):
-    """Reads a number for argparse, and refuses what lies out of its range."""
-    def read(text):
-        if not low <= kind(text) <= high:                               # a NaN fails this too
-            raise argparse.ArgumentTypeError(f"must lie between {low} and {high}, not {text}")
-        return kind(text)
-    read.__name__ = kind.__name__                                       # for argparse's message
-    return read
+def flag(name):
+    return "--" + name.replace("_", "-")
 
-def add_options(group, *configs):
+def add_options(group, cls):
     """An option for each field with a comment, which is its help text."""
-    for cls in configs:
-        notes = dict(re.findall(r"^    (\w+):.*#\s+(.*)", inspect.getsource(cls), re.M))
-        for f in (f for f in fields(cls) if f.name in notes):
-            limits = LIMITS.get(f.name)
-            takes = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
-                type=ranged(f.type, *limits) if isinstance(limits, tuple) else f.type,
-                choices=limits if isinstance(limits, list) else None,
-                metavar=None if isinstance(limits, list) else f.type.__name__.upper())
-            group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **takes,
-                               help=f"{notes[f.name]} (default: {f.default or repr(f.default)})")
+    source = "".join(inspect.getsource(base) for base in cls.__mro__[:-1])      # all but `object`
+    notes = dict(re.findall(r"^    (\w+):.*#\s+(.*)", source, re.M))
+    for f in (f for f in fields(cls) if f.name in notes):
+        takes = dict(type=f.type, choices=LIMITS.get(f.name) if f.type is str else None)
+        if f.type is bool:
+            takes = dict(action=argparse.BooleanOptionalAction)
+        group.add_argument(flag(f.name), default=argparse.SUPPRESS, **takes,
+                           help=f"{notes[f.name]} (default: {f.default or repr(f.default)})")
 
 def make_parser():
     parser = Parser(prog="vit.py", allow_abbrev=False,
                     description="Train a Vision Transformer, and see what it looks at.")
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,viz}")
-    train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
-    add_options(train_parser.add_argument_group("training"), Recipe, TrainConfig)
-    group = train_parser.add_argument_group("model")
+    fit, test, look = (commands.add_parser(name, help=text, allow_abbrev=False) for name, text in (
+        ("train", "train a model"), ("eval", "test it, class by class"),
+        ("viz", "see what it looks at")))
+    add_options(fit.add_argument_group("training"), TrainConfig)
+    group = fit.add_argument_group("model")
     add_options(group, ViTConfig)
     group.add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
                        help="a size by name: sets dim, depth, num-heads and patch-size")
-    eval_parser = commands.add_parser("eval", help="test it, class by class", allow_abbrev=False)
-    viz_parser = commands.add_parser("viz", help="see what it looks at", allow_abbrev=False)
-    for p in (eval_parser, viz_parser):
+    for p in (test, look):
         p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
         p.add_argument("--data", help="where test images are (default: what it was trained on)")
-    eval_parser.add_argument("--device", default="auto", choices=LIMITS["device"])
-    viz_parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="IMAGE",
-                            help="image files; test:7 is the eighth test image of its data; none "
-                            "at all: what the model learnt, its filters, positions and distances")
-    viz_parser.add_argument("--target", metavar="CLASS",
-                            help="for the relevance map of IMAGE (default: the most probable)")
-    viz_parser.add_argument("--out", metavar="FILE", help="the picture, or a folder for several "
-                            "(default, in the folder you are in: IMAGE_attention.png, learnt.png)")
+    test.add_argument("--device", default="auto", choices=LIMITS["device"])
+    look.add_argument("--image", nargs="+", action="extend", default=[],
+                      help="image files; test:7 is the eighth test image; none: what it learnt")
+    look.add_argument("--target", help="the class of the relevance map (default: the likeliest)")
+    look.add_argument("--out", help="the picture, or a folder for several (default: "
+                                    "IMAGE_attention.png or learnt.png, where you are)")
     return parser
 
-def check_output(path, suffix):
+def check_output(path, suffix, inputs=frozenset()):
     """Can a file be put at `path`? Asked before hours go into its content."""
     folder = Path(path).parent
-    if os.path.splitext(path)[1] != suffix or Path(path).is_dir():
-        raise InputError(f"--out {path} must be the name of a {suffix} file")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--out {path}: {folder} is no folder that can be written to")
+    if (os.path.splitext(path)[1] != suffix or Path(path).is_dir() or not folder.is_dir()
+            or not os.access(folder, os.W_OK) or {os.path.realpath(path), stamp(path)} & inputs):
+        raise InputError(f"--out {path} must be a {suffix} file in a folder that can be written "
+                         f"to, and not the same as one that is read")
 
 # A resumed run is the same run: only where things lie, what computes it, and its length may change.
 # It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
 # up again, and it raises the share of strong augmentation.
 
-RESUME_MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
-
 def read_options(typed):
     """Both configurations and the checkpoint, if any, from what was typed."""
-    named = VARIANTS.get(typed.pop("variant", None), ())
-    options = dict(zip(("dim", "depth", "num_heads", "patch_size"), named)) | typed
+    for name, value in typed.items():
+        limits = LIMITS.get(name)
+        if isinstance(limits, tuple) and not limits[0] <= value <= limits[1]:   # a NaN fails too
+            raise InputError(f"{flag(name)} {value} must lie between {limits[0]} and {limits[1]}")
+    size = VARIANTS.get(typed.pop("variant", None), ())
+    options = dict(zip(("dim", "depth", "num_heads", "patch_size"), size)) | typed
+    free = ("resume", "out", "epochs", "data", "device", "compile")     # may change on resuming
     checkpoint, before = None, {}
     if "resume" in typed:
         checkpoint = load_checkpoint(typed["resume"])
-        before = asdict(checkpoint["vit"]) | asdict(checkpoint["train"]) | {"out": typed["resume"]}
-        other = [f"--{name.replace('_', '-')} is {before[name]}" for name in sorted(options)
-                 if name not in RESUME_MAY_CHANGE and options[name] != before[name]]
+        before = vars(checkpoint["vit"]) | vars(checkpoint["train"]) | {"out": typed["resume"]}
+        done, other = checkpoint["epoch"], [
+            f"{flag(name)} is {before[name]}" for name in sorted(options)
+            if name not in free and options[name] != before[name]]
         if other:
             raise InputError(f"--resume goes on with the same run, in which {', '.join(other)}; "
                              f"leave out what differs, or start a new run")
+        if typed.get("epochs", before["epochs"]) < max(done + 1, before["epochs"]):
+            raise InputError(f"{typed['resume']} has had {done} of {before['epochs']} epochs; it "
+                             f"cannot be made shorter, only longer, by more --epochs")
     options = before | options
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
-    if checkpoint and config.epochs < max(checkpoint["epoch"] + 1, before["epochs"]):
-        raise InputError(f"{config.resume} has had {checkpoint['epoch']} of {before['epochs']} "
-                         f"epochs; it cannot be made shorter, and to go on after its end it needs "
-                         f"more --epochs")
     check_output(config.out, ".pt")
     return vit, config, checkpoint
 
@@ -1632,11 +1622,6 @@ def run_train(typed):
         log(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         raise
-    except RuntimeError as error:
-        if config.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            raise InputError(f"--compile does not work here ({str(error).splitlines()[0]}); leave "
-                             f"it out, or install a C++ compiler") from None
-        raise
     out = shlex.quote(run.out)
     log(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
         f"wrote {run.out}, with its log (.csv) and curves (.png)\n"
@@ -1645,22 +1630,21 @@ def run_train(typed):
 
 def run_eval(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
-    device, name = pick_device(typed["device"]), typed["data"] or checkpoint["train"].data
-    classes, size = checkpoint["classes"], checkpoint["vit"].image_size
-    pictures, found = open_split(name, "any" if typed["data"] else "test", size)
+    config, classes = checkpoint["train"], checkpoint["classes"]
+    device, name, K = pick_device(typed["device"]), typed["data"] or config.data, len(classes)
+    pictures, found = open_split(name, "any" if typed["data"] else "test",
+                                 checkpoint["vit"].image_size)
     if unknown := [c for c in found if c not in classes]:
         raise InputError(f"--data {name} has classes that the checkpoint does not know: "
                          f"{', '.join(unknown)}; it knows {', '.join(classes)}")
-    dtype = pick_precision(checkpoint["train"].amp, device)
-    images, labels = decode(pictures, size, device)
-    guess = predict(model.to(device), images, mean.to(device), std.to(device), dtype,
-                    checkpoint["train"].batch_size).argmax(dim=1)
+    images, labels = decode(pictures, checkpoint["vit"].image_size, device)
     labels = torch.tensor([classes.index(c) for c in found], device=device)[labels]
-    K = len(classes)
+    guess = predict(model.to(device), images, mean.to(device), std.to(device),
+                    pick_precision(config.amp, device), config.batch_size).argmax(dim=1)
     table = torch.bincount(labels * K + guess, minlength=K * K).reshape(K, K)   # row: true class
     log(f"test accuracy {(guess == labels).float().mean():.2%} on {len(labels):,} images of {name}"
         f"\n\naccuracy  class")
-    for i in sorted(set(labels.tolist())):
+    for i in labels.unique():
         log(f"{table[i, i] / table[i].sum():8.1%}  {classes[i]}")
     log("\nmistakes  the most frequent")
     for i in table.fill_diagonal_(0).flatten().topk(min(5, K)).indices.tolist():
@@ -1668,74 +1652,82 @@ def run_eval(typed):
             log(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
 
 def name_pictures(names, out):
-    """[(image, its picture)]. Pictures of other images in the list are passed over."""
-    if out and not os.path.isdir(out):
+    """{picture: image}. Pictures of other images in the list are passed over."""
+    if not names or out and not os.path.isdir(out):
         if len(names) > 1:
-            raise InputError(f"--out {out} is one file for {len(names)} images; give a folder that "
-                             f"is there, or each image a call of its own")
-        return [(names[0], out)]
+            raise InputError(f"--out {out} is no folder, for {len(names)} images; make one first")
+        return {out or "learnt.png": names[0] if names else ""}
     pictures = {}
     for name in dict.fromkeys(names):
-        stem = Path(name.replace(":", "_")).stem
-        tries = (f"{stem}{f'_{n}' if n > 1 else ''}_attention.png" for n in itertools.count(1))
+        stem = Path(out or "", Path(name.replace(":", "_")).stem)
+        tries = (f"{stem}{f'_{n}' * (n > 1)}_attention.png" for n in itertools.count(1))
         pictures[next(file for file in tries if file not in pictures)] = name
-    own = [name for name in names if name in pictures]
-    if own:
+    real = {os.path.realpath(file) for file in pictures}
+    if own := [name for name in pictures.values() if os.path.realpath(name) in real]:
         log(f"note: passed over, as pictures of other images: {', '.join(own)}", error=True)
-    return [(name, str(Path(out or "", file))) for file, name in pictures.items()
-            if name not in own]
+    return {file: name for file, name in pictures.items() if name not in own}
 
-def read_picture(name, tests):
-    """An image file, or "test:7" of the tests: an RGB PIL image, and its label if it is known."""
-    photo, label = Path(name), None
-    if name.startswith("test:"):
-        index = name.removeprefix("test:")
-        if not index.isdecimal() or len(index) > 9 or int(index) >= len(tests):
-            raise InputError(f"--image {name} is none of test:0 to test:{len(tests) - 1}")
-        photo, label = tests[int(index)]
+def look_at(name, out, tests, checkpoint, model, mean, std, target):
+    """Draw an image file, or one of {"test:0": (image, class), ...}, and print what it shows."""
+    if name.startswith("test:") and name not in tests:
+        raise InputError(f"--image {name} is none of test:0 to test:{len(tests) - 1}")
+    photo, truth = tests.get(name, (Path(name), ""))
     photo = open_image(photo) if isinstance(photo, Path) else photo
-    if photo.info.get("frames", 1) > 1:
-        log(f"note: {name} holds {photo.info['frames']} pictures; the first is used", error=True)
-    return photo, label
+    size, frames = model.config.image_size, photo.info.get("frames", 1)
+    if frames > 1:
+        log(f"note: {name} holds {frames} pictures; the first is used", error=True)
+    if min(photo.size) < size:
+        log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
+    best = draw_picture(out, photo, center_crop(photo, size), model, mean, std,
+                        checkpoint["classes"], target, truth)
+    log(f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\nwrote {out}")
 
 def run_viz(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
     if checkpoint["train"].model != "vit":
-        raise InputError(f"{typed['ckpt']} holds a {checkpoint['train'].model}: a CNN has no "
-                         f"attention to draw; train without --model, or try eval")
+        raise InputError(f"{typed['ckpt']} holds a CNN, which has no attention to draw; try eval")
     classes, size, names = checkpoint["classes"], model.config.image_size, typed["image"]
     target = unicodedata.normalize("NFC", typed["target"] or "")
     if target and (target not in classes or not names):
         raise InputError(f"--target {target} must be one of {', '.join(classes)}, with an --image")
-    pairs = name_pictures(names, typed["out"]) if names else [("", typed["out"] or "learnt.png")]
-    inputs = {os.path.realpath(file) for file in (typed["ckpt"], *(name for name, _ in pairs))}
-    for _, out in pairs:
-        check_output(out, ".png")
-        if os.path.realpath(out) in inputs:
-            raise InputError(f"--out {out} is the same file as one that is read; give another name")
-    tests, code = None, 0
+    target = classes.index(target) if target else None
+    pictures = name_pictures(names, typed["out"])
+    inputs = {look(file) for file in (typed["ckpt"], *pictures.values())
+              for look in (os.path.realpath, stamp)} - {None}
+    for out in pictures:
+        check_output(out, ".png", inputs)
+    tests, known, code = [], [], 0
     if not names or any(name.startswith("test:") for name in names):
         tests, known = open_split(typed["data"] or checkpoint["train"].data, "test", size)
     if not names:
         chosen = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
         images, _ = decode([tests[i] for i in chosen], size, "cpu")
-        draw_learnt(pairs[0][1], model, normalise(images, mean, std), checkpoint["epoch"])
-        log(f"wrote {pairs[0][1]}")
-    for name, out in pairs if names else []:
+        draw_learnt(out, model, normalise(images, mean, std), checkpoint["epoch"])
+        log(f"wrote {out}")
+        return code
+    tests = {f"test:{i}": (image, known[label]) for i, (image, label) in enumerate(tests)}
+    for out, name in pictures.items():
         try:
-            photo, label = read_picture(name, tests)
+            look_at(name, out, tests, checkpoint, model, mean, std, target)
         except InputError as error:
             log(f"vit.py: {error}", error=True)         # the others are drawn
             code = 2
-            continue
-        if min(photo.size) < size:
-            log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
-        top = draw_picture(out, photo, center_crop(photo, size), model, mean, std, classes,
-                           classes.index(target) if target else None,
-                           "" if label is None else known[label])
-        log(f"{name}: {', '.join(f'{label} {share:.1%}' for label, share in top[:3])}\n"
-            f"wrote {out}")
     return code
+
+def explain(error):
+    """An error as a sentence for the user. A fault of ours is raised again, with its traceback."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError) or re.search(     # each device says it in its own words
+            "out of memory|allocate memory|not enough memory", str(error)):
+        return ("memory is full; what needs less: while images are read, a smaller --image-size; "
+                "later, a smaller --batch-size, larger patches or a smaller model")
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return (f"--compile does not work here ({str(error).splitlines()[0]}); leave it out, or "
+                f"install a C++ compiler")
+    raise error
 
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
@@ -1747,30 +1739,16 @@ def main(argv=None):
         typed = vars(make_parser().parse_args(argv))
         run = {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")]
         return run(typed) or 0
-    except (InputError, OSError) as error:
-        text = str(error)
-        if isinstance(error, OSError):                  # one that names no file is a fault of ours
-            if not error.filename:
-                raise
-            text = f"{error.filename}: {error.strerror}"
-        log(f"vit.py: {' '.join(text.split())}", error=True)
-        return 2
-    except (MemoryError, RuntimeError) as error:        # each device says it in its own words
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search(
-                "out of memory|allocate memory|not enough memory", str(error)):
-            raise
-        log("vit.py: memory is full; what needs less: while images are read, a smaller "
-            "--image-size; later, a smaller --batch-size, larger patches or a smaller model",
-            error=True)
-        return 2
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:                           # --help and --version end this way
         return end.code
+    except Exception as error:
+        log(f"vit.py: {' '.join(explain(error).split())}", error=True)
+        return 2
 
 if __name__ == "__main__":
-    for name in ("SIGTERM", "SIGHUP"):                  # a time limit, a closed terminal: as Ctrl-C
-        number = getattr(signal, name, None)            # Windows has no SIGHUP
-        if number and signal.getsignal(number) == signal.SIG_DFL:       # nohup ignores it
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # as Ctrl-C: a time
+        if signal.getsignal(number) == signal.SIG_DFL:  # limit, a closed terminal; nohup ignores it
             signal.signal(number, signal.default_int_handler)
     sys.exit(main())
