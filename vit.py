@@ -18,11 +18,11 @@ Commands (each has --help):
   python vit.py eval --ckpt vit.pt                   test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
 
-Measured: test accuracy after the last epoch, seed 0, one thread of a Xeon, in bf16 (section 7).
+Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (section 7).
 
-  98.6 %   python vit.py train --data shapes --epochs 5     8 minutes, the machine shared
-  84.7 %   python vit.py train --data DIR --epochs 25     141 minutes; DIR: CIFAR-10 saved as JPEG,
-                                                          Muon from PyTorch
+  98.7 %   python vit.py train --data shapes --epochs 5       2 minutes, two cores
+  84.7 %   python vit.py train --data DIR --epochs 25       141 minutes, one core; DIR: CIFAR-10 as
+                                                            JPEG files, and Muon from PyTorch
 
 Left out, to stay readable: several devices, worker processes, pre-trained weights, distillation,
 convolutional stems and other architectures. This is the plain ViT. Where the model departs from the
