@@ -517,9 +517,9 @@ class Data:
 #
 # How much of policy and mix? In a short run a model hardly learns even the plain images; in a long
 # one it would know them by heart. So their strength depends on the length of the run: none up to 10
-# epochs, full from 70. At full strength every image gets the policy and half of the batches are
-# mixed; the other half keeps whole images in sight. In the last tenth of a run nothing is mixed:
-# the model ends on images that have one label each.
+# epochs, full from 70 (beyond 25 the rule has not been measured). At full strength every image gets
+# the policy and half of the batches are mixed; the other half keeps whole images in sight. In the
+# last tenth of a run nothing is mixed: the model ends on images that have one label each.
 
 def augment_strength(epochs):
     """The share of images that get the policy, 0 to 1. The share of mixed batches is half of it."""
@@ -586,8 +586,8 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # with the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough.
 #
 # G is not the last gradient but its running mean, pushed a little ahead (Nesterov). A tall matrix,
-# with more rows than columns, gets a step sqrt(rows / columns) times as long. Its numbers are
-# about 1 / sqrt(D), where AdamW's are nearer to 1, so Muon's rate is larger.
+# with more rows than columns, gets a step sqrt(rows / columns) times as long. The numbers in a step
+# are about 1 / sqrt(D), where AdamW's are nearer to 1, so Muon's rate is larger.
 #
 # A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do the
 # matrices that meet raw pixels or single classes (`patch_embed`, `head`), which do better there in
