@@ -21,6 +21,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 import vit
 
 HERE = Path(__file__).parent
+torch.set_num_threads(1)         # the models here are small: two threads would only wait
 SOURCE, README = (HERE / "vit.py").read_text(), (HERE / "README.md").read_text()
 SMALL = dict(image_size=16, patch_size=4, dim=32, depth=2, num_heads=2)
 SHAPES = "train --data shapes --image-size 16 --dim 32 --depth 2 --num-heads 2 --batch-size 16 --device cpu"
@@ -831,8 +832,6 @@ def test_a_map_of_zeros_and_odd_sizes_can_be_drawn(tmp_path):
                      torch.ones(3, 1, 1), ["a", "b $x", "c" * 99])
     assert size_of(tmp_path / "p.png") == (1600, 900)
 
-# ---- Folders and files of the world ---------------------------------------------------------------
-
 def test_what_counts_as_an_image(tmp_path, capsys):
     """Suffixes that torchvision does not know; hidden entries, notes and circles; NFC names."""
     folder, image = tmp_path / "pets", Image.new("RGB", (8, 8), "teal")
@@ -918,15 +917,12 @@ def test_many_pictures_in_one_call(trained, tmp_path, monkeypatch, capsys):
     assert cli(f"viz --ckpt {trained} --image cat.png --out hard.png") == 2 and before == Path("cat.png").read_bytes()
 
 def test_two_runs_into_one_file_keep_both_models(few_shapes, monkeypatch, capsys):
-    """The second starts and saves while the first is at work."""
     real, done = vit.train_epoch, []
-
     def meanwhile(*args):
         if not done:
             done.append(1)
             assert cli(f"{SHAPES} --epochs 1 --seed 7") == 0
         return real(*args)
-
     monkeypatch.setattr(vit, "train_epoch", meanwhile)
     assert cli(f"{SHAPES} --epochs 2") == 0
     assert "goes on as vit.new.pt" in capsys.readouterr().out
@@ -1058,11 +1054,12 @@ def test_a_standard_output_that_takes_nothing(tmp_path):
     read, write = os.pipe()
     os.close(read)
     with open("/dev/full", "w") as full, os.fdopen(write, "w") as gone:
-        for out in (full, gone):
-            process = small_process(f"{SHAPES} --epochs 1", cwd=tmp_path, stdout=out)
+        started = [small_process(f"{SHAPES} --epochs 1 --out {n}.pt", cwd=tmp_path, stdout=out)
+                   for n, out in enumerate((full, gone))]
+        quiet = small_process(f"{SHAPES} --epochs 1", "import os; os.close(1); sys.stdout = None", cwd=tmp_path)
+        for process in started:
             error = process.communicate()[1]
             assert process.returncode == 0 and "cannot be written" in error and error.count("\n") == 1
-    quiet = small_process(f"{SHAPES} --epochs 1", "import os; os.close(1); sys.stdout = None", cwd=tmp_path)
     assert quiet.communicate()[1] == "" and quiet.returncode == 0
     assert len(list(tmp_path.iterdir())) == 9                  # three runs, all saved
 

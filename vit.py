@@ -57,7 +57,7 @@ Part I, the lesson                          Part II, the workshop
 # The one more is the class token, which belongs to no patch; so the patches alone are N-1.
 # paper: its N counts the patches only.
 
-import argparse, inspect, itertools, math, os, pickle, re, shlex, shutil, signal, sys
+import argparse, itertools, math, os, pickle, re, shlex, shutil, signal, sys
 import time, unicodedata, warnings, zipfile
 from collections import defaultdict
 from contextlib import suppress
@@ -1538,8 +1538,8 @@ def flag(name):
 
 def add_options(group, cls):
     """An option for each field with a comment, which is its help text."""
-    source = "".join(inspect.getsource(base) for base in cls.__mro__[:-1])      # all but `object`
-    notes = dict(re.findall(r"^    (\w+):.*#\s+(.*)", source, re.M))
+    source = Path(__file__).read_text(encoding="utf-8")
+    notes = dict(re.findall(r"^    (\w+): \w+ = .*?#\s+(.*)", source, re.M))
     for f in (f for f in fields(cls) if f.name in notes):
         takes = dict(type=f.type, choices=LIMITS.get(f.name) if f.type is str else None)
         if f.type is bool:
