@@ -1227,12 +1227,13 @@ def load_data(config, image_size, device):
 # moment the old file or the new one is there, whole. Log and curves are conveniences: where they
 # cannot be written, open in another program perhaps, the run goes on.
 
-def write_file(path, content):
-    """Put bytes into a temporary neighbour, then move it to `path`: none is ever half-written."""
+def write_file(path, content, place=None):
+    """Put bytes into a temporary neighbour, then move it to `path`, or to where `place()` says,
+    which is asked when the new file is whole. So none is ever half-written."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")       # the process: two runs must not share it
     try:
         temporary.write_bytes(content)
-        os.replace(temporary, path)
+        os.replace(temporary, place() if place else path)
     except OSError as error:
         raise InputError(f"{path} could not be written ({error.strerror}); what was there is "
                          f"untouched, make room or give another --out") from None
@@ -1248,22 +1249,23 @@ def files_of(out):
     return [Path(out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
 
 def take_place(run):
-    """What lies where the run will write is not lost. The files of an earlier run are renamed; if
-    another run has just written there, this one goes on under a name of its own."""
+    """Where the run is to write; what lies there is not lost. Files of an earlier run are renamed;
+    if another run has just written there, this one goes on under a name of its own."""
     there, path = stamp(run.out), Path(run.out)
     tag = ".old" if there in (None, run.stamp) else ".new"
     if run.own and tag == ".old":
-        return
+        return run.out
     names = (path.with_stem(f"{path.stem}{tag}{n}") for n in ("", *range(2, 10_000)))
     free = next(name for name in names if not any(map(Path.exists, files_of(name))))
     if tag == ".new":
         run.out = str(free)
         log(f"note: another program has written {path}; this run goes on as {free}")
-        return
+        return run.out
     for file, new in zip(files_of(path), files_of(free)):
         if file.is_file():
             file.replace(new)
             log(f"{file} was there already; it is now {new.name}")
+    return run.out
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
@@ -1276,8 +1278,7 @@ def save_run(run, config, data):
                   "history": run.history}
     memory = BytesIO()
     torch.save(checkpoint, memory)
-    take_place(run)
-    write_file(run.out, memory.getbuffer())
+    write_file(run.out, memory.getbuffer(), lambda: take_place(run))
     run.stamp, run.own = stamp(run.out), True
     rows = [",".join(map(str, row.values())) for row in run.history]
     try:
