@@ -10,6 +10,9 @@ The idea in six steps, after Dosovitskiy et al., "An Image is Worth 16x16 Words"
   5. Show it labelled images, each time a little altered, and lower its loss.    Sections 6-8
   6. Ask it where it looked.                                                         Section 9
 
+That is Part I, the lesson. Part II, the workshop, makes it usable: 10 options, 11 images and data
+sets, 12 checkpoints, 13 pictures, 14 the command line. To change the model, skip it.
+
 Commands (each has --help):
 
   python vit.py train --data shapes --epochs 5       nothing to download, minutes on a laptop
@@ -24,20 +27,8 @@ Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (sectio
   84.7 %   python vit.py train --data DIR --epochs 25       141 minutes, one core; DIR: CIFAR-10 as
                                                             JPEG files, and Muon from PyTorch
 
-Left out, to stay readable: several devices, worker processes, pre-trained weights, distillation,
-convolutional stems and other architectures. This is the plain ViT. Where the model departs from the
-paper, a comment begins with "paper:"; the recipe that trains it is a later one throughout.
-
-Part I, the lesson                          Part II, the workshop
-  1. Symbols and configuration                10. Options
-  2. Patches                                  11. Images and data sets
-  3. Attention                                12. Checkpoints
-  4. MLP, drop path, block                    13. Pictures
-  5. The Vision Transformer                   14. The command line
-  6. Altered copies
-  7. Optimisation                           Who has read Part I knows the model, its training
-  8. Training                               and its maps. Part II makes them usable: files,
-  9. Seeing                                 options, drawing. To change the model, skip it.
+Left out, to stay readable: worker processes, other architectures and tasks. Where the model departs
+from the paper, a comment begins with "paper:"; the recipe is a later one throughout.
 """
 
 # ================================ Part I: the lesson ==============================================
@@ -57,32 +48,26 @@ Part I, the lesson                          Part II, the workshop
 # The one more is the class token, which belongs to no patch; so the patches alone are N-1.
 # paper: its N counts the patches only.
 
-import argparse, itertools, math, os, pickle, re, shlex, shutil, signal, sys
-import time, unicodedata, warnings, zipfile
+import math, time
 from collections import defaultdict
-from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
-from io import BytesIO
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from PIL import Image, ImageOps
 from torch import nn
-from torchvision.datasets import CIFAR10
-from torchvision.models import resnet18
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.ops import StochasticDepth
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 class InputError(ValueError):
     """What the user gave cannot work. The message says why, and what can help."""
+
+def refuse(wrong, message):
+    if wrong:
+        raise InputError(message)
 
 @dataclass(frozen=True)
 class ViTConfig:
@@ -97,18 +82,18 @@ class ViTConfig:
     mlp_ratio: float = 4.0      # hidden width of the MLP / dim
     dropout: float = 0.0        # share of numbers set to 0 in training
     drop_path: float = 0.0      # share of branches left out in training, rising from 0 to this
+    pos_embed: str = "learned"  # how places are told apart: learned, sine, rope or none (section 5)
+    stem: str = "patch"         # patch: tokens by one matrix; conv: by convolutions (section 2)
 
     def __post_init__(self):
-        if self.image_size % self.patch_size:
-            raise InputError(f"--image-size {self.image_size} cannot be cut into patches of "
-                             f"--patch-size {self.patch_size}; make it a multiple")
-        if self.dim % self.num_heads:
-            raise InputError(f"--dim {self.dim} cannot be shared among --num-heads "
-                             f"{self.num_heads}; make it a multiple")
-        if self.dim * self.mlp_ratio < 1:
-            raise InputError(f"--mlp-ratio {self.mlp_ratio} leaves nothing of --dim {self.dim}; "
-                             f"make it larger")
-
+        S, P, D, h = self.image_size, self.patch_size, self.dim, self.num_heads
+        refuse(S % P, f"--image-size {S} must be a multiple of --patch-size {P}")
+        refuse(D % h, f"--dim {D} must be a multiple of --num-heads {h}")
+        refuse(D * self.mlp_ratio < 1, f"--mlp-ratio {self.mlp_ratio} leaves nothing of --dim {D}")
+        refuse(self.pos_embed == "rope" and D // h % 4,
+               f"--pos-embed rope needs a --dim that is a multiple of 4 x --num-heads, not {D}")
+        refuse(self.stem == "conv" and (P < 2 or P & (P - 1) or D % (P // 2)),
+               f"--stem conv needs a --patch-size of 2, 4, 8, ..., and half of it to divide --dim")
 
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
 #
@@ -126,19 +111,33 @@ class ViTConfig:
 # Below, E is written as a convolution whose kernel and stride are both P. It is the same sum: a
 # kernel is a column of E folded to (C, P, P), and a stride of P lays it on every patch once,
 # without overlap. It saves us the cutting; test_vit.py cuts by hand and finds the same numbers.
+#
+# E learns every edge anew for each place it can have in a patch. `--stem conv` (2106.14881) takes
+# small steps instead: 3 x 3 convolutions of stride 2, each of which halves the image, until a patch
+# is one place; then E, now 1 x 1, to the same grid of tokens. For the first few pixels this buys
+# back what a CNN assumes (end of section 5): what is near belongs together, and an edge is an edge
+# wherever it lies. The price: 7 % more weights and work in the default model, no E to look at, a
+# token that sees a little more than its patch, and images that meet in BatchNorm while training.
+# paper: its hybrid takes the tokens from a ResNet.
 
 class PatchEmbed(nn.Module):
     """Image to tokens, patches left to right and top to bottom: (B, C, H, W) -> (B, N-1, D)."""
 
     def __init__(self, config):
         super().__init__()
-        P = config.patch_size
-        self.proj = nn.Conv2d(config.in_channels, config.dim, kernel_size=P, stride=P)
+        side, D, width = config.patch_size, config.dim, config.in_channels
+        self.stem = nn.Sequential()                             # empty: the images pass unchanged
+        while config.stem == "conv" and side > 1:
+            before, side = width, side // 2
+            width = D // side                                   # ..., D/4, D/2, D
+            self.stem.extend([                                  # no bias: BatchNorm has its own
+                nn.Conv2d(before, width, kernel_size=3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(width), nn.ReLU()])
+        self.proj = nn.Conv2d(width, D, kernel_size=side, stride=side)
 
     def forward(self, images):
-        x = self.proj(images)                                   # (B, D, H/P, W/P)
+        x = self.proj(self.stem(images))                        # (B, D, H/P, W/P)
         return x.flatten(2).transpose(1, 2)                     # (B, N-1, D)
-
 
 # ---- 3. Attention --------------------------------------------------------------------------------
 #
@@ -177,6 +176,7 @@ class PatchEmbed(nn.Module):
 # head of width D.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
+# (`rotate` is one of the ways to tell; it comes in section 5.)
 #
 # Dropout sets a random share of numbers to 0 in training and scales up the rest, so that nothing
 # hangs on a single one.
@@ -192,15 +192,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.dim, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, return_attention=False, fused=None):
-        """Returns the output and the softmax weights, before dropout; None from the fused kernel.
-
-        That kernel does all steps in one and never stores the N x N weights, so it cannot return
-        them. By default it is used on CUDA, where it is much faster, when they are not asked for.
-        """
+    def forward(self, x, return_attention=False, fused=None, rotate=None):
+        """Returns the output and the softmax weights, before dropout; None from the fused kernel,
+        which never stores them. By default it is used on CUDA, where it is much faster, when they
+        are not asked for."""
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # each (B, h, N, d)
+        if rotate:
+            q, k = rotate(q), rotate(k)
         if fused is None:
             fused = x.is_cuda and not return_attention
         if fused:
@@ -214,7 +214,6 @@ class Attention(nn.Module):
         x = x.transpose(1, 2).reshape(B, N, D)                  # (B, N, D), heads side by side
         return self.dropout(self.proj(x)), attention
 
-
 # ---- 4. MLP, drop path, block --------------------------------------------------------------------
 #
 # Attention moves information between tokens, but for given weights A it is linear: a token can mix
@@ -225,10 +224,9 @@ class Attention(nn.Module):
 #
 #     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t)
 #
-# Phi(t) is the chance that a standard normal number is below t.
-#
-# GELU is a ReLU with a rounded corner: it passes large t and stops very negative t, but does not
-# cut the gradient off at once below 0.
+# Phi(t) is the chance that a standard normal number is below t. GELU is a ReLU with a rounded
+# corner: it passes large t and stops very negative t, but does not cut the gradient off at once
+# below 0.
 
 class MLP(nn.Module):
     """The same two linear layers for every token: (B, N, D) -> (B, N, D)."""
@@ -264,19 +262,6 @@ class MLP(nn.Module):
 # rises from 0 in the first block to `drop_path` in the last: all others build on the early blocks.
 # paper: it has dropout only; drop path came to ViT with DeiT (2012.12877).
 
-class DropPath(nn.Module):
-    """Zero a branch for each image with probability `rate`: (B, N, D) -> (B, N, D)."""
-
-    def __init__(self, rate):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x):
-        if not self.training or self.rate == 0:
-            return x
-        keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)  # (B, 1, 1), each 0 or 1
-        return x * keep / (1 - self.rate)
-
 class Block(nn.Module):
     """One pre-norm block: (B, N, D) -> (B, N, D), and its attention weights."""
 
@@ -286,14 +271,13 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.dim, eps=1e-6)
         self.mlp = MLP(config)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = StochasticDepth(drop_path, mode="row")     # row: for each image
 
-    def forward(self, x, return_attention=False):
-        out, attention = self.attn(self.norm1(x), return_attention)
+    def forward(self, x, return_attention=False, rotate=None):
+        out, attention = self.attn(self.norm1(x), return_attention, rotate=rotate)
         x = x + self.drop_path(out)                             # (B, N, D)
         x = x + self.drop_path(self.mlp(self.norm2(x)))         # (B, N, D)
         return x, attention
-
 
 # ---- 5. The Vision Transformer -------------------------------------------------------------------
 #
@@ -323,18 +307,47 @@ class Block(nn.Module):
 # paper: they begin at random, and the grid must be discovered.
 
 def sincos_positions(rows, cols, dim):
-    """Position vectors: sin and cos of the row, of the column, each in a quarter of the width.
-
-    Returns (rows * cols, dim) float32 in [-1, 1]; what is left over (dim % 4) is 0. Frequencies
-    fall from 1 towards 1/100. ("Attention Is All You Need", 1706.03762, section 3.5, goes to
-    1/10,000, for long texts. Along the few places of an image such waves would hardly change.)
-    """
+    """Position vectors (rows * cols, dim), float32 in [-1, 1]: sin and cos of the row, of the
+    column, each in a quarter of the width; what is left over (dim % 4) is 0. Frequencies fall from
+    1 towards 1/100 ("Attention Is All You Need", 1706.03762, goes to 1/10,000, for long texts)."""
     frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
     row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
     col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
     table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)  # dim - dim % 4 wide
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
+
+# That is `--pos-embed learned`: what a place means is left to the data. There are three others.
+# `sine` keeps the waves fixed. `none` leaves the heap a heap. `rope` (2104.09864) adds nothing to a
+# token either. It takes the numbers of a query or key in pairs, points in a plane, and turns each
+# about 0: half of the pairs by the angle f r in row r, the others by f c in column c. Turn a query
+# by f r and a key by f s: their dot product is as if the query alone were turned by f (r - s). So
+# the score of two patches hangs on what they hold and on their offset alone. This suits images: the
+# eyes are above the nose wherever the face is. The other schemes must learn that place by place.
+# The class token lies nowhere and is not turned. In a larger image, `learned` and `sine` are
+# resized; with `rope` one step is the same turn as ever, but offsets may be longer than any so far.
+
+def rotation(rows, cols, d, device):
+    """The function that turns queries or keys, (B, h, N, d) -> (B, h, N, d), in a grid."""
+    waves = sincos_positions(rows, cols, d).to(device)                      # (N-1, d)
+    waves = torch.cat([waves[:1], waves])   # (N, d); the class token's turn is that of (0, 0): none
+    row_sin, row_cos, col_sin, col_cos = waves.chunk(4, dim=1)              # (N, d/4) each
+    sin, cos = torch.cat([row_sin, col_sin], dim=1), torch.cat([row_cos, col_cos], dim=1)
+
+    def rotate(x):
+        a, b = x.chunk(2, dim=-1)                                           # (B, h, N, d/2) each
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    return rotate
+
+def resize_positions(pos_embed, grid, rows, cols):
+    """Position vectors (1, 1 + places, D) of a grid for another one, resized like an image (paper,
+    section 3.2), so that a trained model can look at larger, smaller and oblong images."""
+    if (rows, cols) == grid:
+        return pos_embed
+    cls, places = pos_embed[:, :1], pos_embed[:, 1:]
+    places = places.transpose(1, 2).reshape(1, -1, *grid)                   # (1, D, *grid)
+    places = F.interpolate(places, size=(rows, cols), mode="bicubic", antialias=True)
+    return torch.cat([cls, places.flatten(2).transpose(1, 2)], dim=1)       # (1, 1 + rows*cols, D)
 
 # The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
 # more LayerNorm stands before the head (eq. 4).
@@ -344,36 +357,22 @@ def sincos_positions(rows, cols, dim):
 #   matrices           normal, deviation 1 / sqrt(m) for m inputs: from inputs of variance 1 come
 #                      sums of variance 1, as section 3 supposes of q and k
 #   patch_embed        likewise; pixels are normalised (section 6), so the patches enter at about 1
+#                      (in the stem sqrt(2 / m), for its ReLUs, 1502.01852)
 #   biases             0
 #   attn.proj, fc2     0: they end the two branches, so every block begins as the identity; they
 #                      learn all the same, as their inputs are not 0
 #   head               deviation 0.02, so small that all classes begin about equally likely
 #   cls_token          0.02, small beside the patches: it has nothing to say before it has read them
 #   pos_embed          the waves: sin and cos have deviation sqrt(1/2) = 0.71, halved 0.35, about a
-#                      third of the patches; 0 for the class token, which lies nowhere
+#                      third of the patches; 0 for the class token, and for all in `rope` and `none`
 #
-# paper: its code begins the blocks' matrices by Xavier's rule, sqrt(2 / (inputs + outputs)), and
-# head and class token at 0; in pre-training, its head has a hidden layer.
-#
-# The sizes that have names, with their parameters for 1,000 classes and images of 224 x 224; for
-# `cifar`, 10 classes and 32 x 32. Ti and S are from DeiT, B and L from the paper.
-
-VARIANTS = {
-    #         dim  depth  heads  patch      parameters
-    "cifar": (192,    6,     3,     4),   #  2,693,578
-    "Ti/16": (192,   12,     3,    16),   #  5,717,416
-    "S/16":  (384,   12,     6,    16),   # 22,050,664
-    "B/16":  (768,   12,    12,    16),   # 86,567,656
-    "L/16": (1024,   24,    16,    16),   # 304,326,632
-}
+# paper: Xavier's rule for the blocks' matrices, sqrt(2 / (inputs + outputs)), 0 for head and class
+# token, and in pre-training a hidden layer in the head.
 
 class ViT(nn.Module):
-    """The Vision Transformer (2010.11929, section 3.1).
-
-    model(images): images (B, C, H, W) floats, H and W multiples of P; returns logits (B, K).
-    model(images, return_attention=True) returns (logits, attention): L tensors (B, h, N, N), block
-    1 first, the softmax weights before dropout, part of the autograd graph.
-    """
+    """Images (B, C, H, W), floats, H and W multiples of P -> logits (B, K); with return_attention
+    (logits, attention): L tensors (B, h, N, N), block 1 first, the softmax weights before dropout,
+    part of the autograd graph. (2010.11929, section 3.1)"""
 
     def __init__(self, config):
         super().__init__()
@@ -382,7 +381,8 @@ class ViT(nn.Module):
         self.grid = (side, side)                                # rows and columns of patches
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.dim))
-        self.pos_embed = nn.Parameter(torch.empty(1, 1 + side * side, config.dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + side * side, config.dim),
+                                      requires_grad=config.pos_embed == "learned")
         self.dropout = nn.Dropout(config.dropout)
         rates = [config.drop_path * i / max(1, config.depth - 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
@@ -396,40 +396,33 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="linear")   # 1 / sqrt(m)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for convolution in self.patch_embed.stem[::3]:
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")    # sqrt(2 / m)
         for block in self.blocks:
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp.fc2.weight)
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.zeros_(self.pos_embed)
-        self.pos_embed[0, 1:] = sincos_positions(*self.grid, self.config.dim) / 2
-
-    def positions(self, rows, cols):
-        """The vectors of the places in a grid of patches: (1, 1 + rows * cols, D).
-
-        For a grid other than that of training, they are resized like an image (paper, section
-        3.2), so that a trained model can look at larger, smaller and oblong images.
-        """
-        if (rows, cols) == self.grid:
-            return self.pos_embed
-        cls, places = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        places = places.transpose(1, 2).reshape(1, -1, *self.grid)      # (1, D, *self.grid)
-        places = F.interpolate(places, size=(rows, cols), mode="bicubic", antialias=True)
-        places = places.flatten(2).transpose(1, 2)                      # (1, rows*cols, D)
-        return torch.cat([cls, places], dim=1)                          # (1, 1 + rows*cols, D)
+        if self.config.pos_embed in ("learned", "sine"):
+            self.pos_embed[0, 1:] = sincos_positions(*self.grid, self.config.dim) / 2
 
     def forward(self, images, return_attention=False):
         B, C, H, W = images.shape
         P = self.config.patch_size
         if H % P or W % P:
             raise ValueError(f"images of {H} x {W} pixels cannot be cut into patches of {P}")
+        rows, cols = H // P, W // P
         cls = self.cls_token.expand(B, -1, -1)                          # (B, 1, D)
         x = torch.cat([cls, self.patch_embed(images)], dim=1)           # (B, N, D)
-        x = self.dropout(x + self.positions(H // P, W // P))            # (B, N, D)
-        attention = []
+        x = self.dropout(x + resize_positions(self.pos_embed, self.grid, rows, cols))   # (B, N, D)
+        rotate, attention = None, []
+        if self.config.pos_embed == "rope":
+            rotate = rotation(rows, cols, self.config.dim // self.config.num_heads, x.device)
         for block in self.blocks:
-            x, weights = block(x, return_attention)                     # (B, N, D)
+            x, weights = block(x, return_attention, rotate)             # (B, N, D)
             if return_attention:
                 attention.append(weights)
         logits = self.head(self.norm(x[:, 0]))                          # (B, K)
@@ -453,25 +446,13 @@ class ViT(nn.Module):
 # inductive bias): what matters is near (locality), and it looks the same wherever it lies (weight
 # sharing). What one of its numbers can see of the image, its receptive field, grows layer by layer.
 # A ViT assumes less: how patches are cut, that the same weights treat each of them, and, by the
-# waves above, which are near. From the first block on any patch may look at any other, and which of
-# them are worth it must be learned. With hundreds of millions of images that freedom wins (paper,
-# figure 3). With fifty thousand we state the assumptions in another form: altered copies of each
-# image, which come next.
+# waves above, which are near. Any patch may look at any other; which of them are worth it must be
+# learned. With hundreds of millions of images that freedom wins (paper, figure 3). With fifty
+# thousand we state the assumptions in another form: altered copies of each image, next.
 #
 # To see what the CNN's assumptions are worth, the same loop also trains one, ResNet-18
-# (1512.03385). As is usual for small images, its first convolution is 3 x 3 with stride 1, and the
-# max-pool after it is gone. It has 11.2 M parameters and is trained by AdamW alone (section 7).
-# After 5 epochs it names 83 % of the test images rightly, the ViT 75 % (CIFAR-10 as JPEG files).
-
-def make_model(name, config):
-    """The ViT of a configuration; or "resnet18" from torchvision, which takes C and K from it."""
-    if name == "vit":
-        return ViT(config)
-    model = resnet18(num_classes=config.num_classes)
-    model.conv1 = nn.Conv2d(config.in_channels, 64, kernel_size=3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
-
+# (1512.03385), by AdamW alone (`--model resnet18`). After 5 epochs it names 83 % of the test images
+# rightly, the ViT 75 % (CIFAR-10 as JPEG files).
 
 # ---- 6. Altered copies ---------------------------------------------------------------------------
 #
@@ -490,6 +471,7 @@ class Data:
     mean: torch.Tensor              # (C, 1, 1)
     std: torch.Tensor               # (C, 1, 1)
     augmented: bool                 # False: images are flipped, no more
+    held_out: tuple = ()            # images and labels that are set apart (section 8, `patience`)
 
 # Each alteration makes a claim about pictures and their names. Three claim that the name stays:
 #
@@ -547,9 +529,8 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,).
 
     The policy draws one operation a call, so it is called on slices of 8 images, each with
-    probability `policy_prob`: several operations in one step. (On CUDA each call waits for the
-    device a few times.) With probability `mix_prob` the batch is mixed, and then the labels are
-    float32 (B, K).
+    probability `policy_prob`. (On CUDA each call waits for the device a few times.) With
+    probability `mix_prob` the batch is mixed, and then the labels are float32 (B, K).
     """
     if policy_prob:
         trivial = v2.TrivialAugmentWide(fill=128)                           # grey, where laid bare
@@ -563,22 +544,18 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
                                      v2.CutMix(alpha=1.0, num_classes=K)])(x, labels)
     return x, labels
 
-
 # ---- 7. Optimisation -----------------------------------------------------------------------------
 #
-# AdamW (1711.05101) divides the running mean of each weight's gradient by the root of the running
-# mean of its square, its usual size: every weight moves at about the same pace. It is PyTorch's.
+# AdamW (1711.05101), PyTorch's, divides the running mean of each weight's gradient by the root of
+# the running mean of its square, its usual size: every weight moves at about the same pace.
 #
 # Muon (Keller Jordan, 2024; 2502.16982) takes the gradient of a matrix as a whole. A matrix
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
 # the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
-# as well. Take G apart (its singular value decomposition): V holds the directions that come in, U
-# those that go out, S by how much each is stretched.
-#
-#     G = U S V^T      becomes      U V^T
-#
-# To compute U, S and V at each step would be slow. But a polynomial of the matrix acts on S alone:
+# as well: G = U S V^T becomes U V^T, where V holds the directions that come in, U those that go
+# out, S by how much each is stretched (the singular value decomposition). To compute U, S and V at
+# each step would be slow. But a polynomial of the matrix acts on S alone:
 #
 #     X <- a X + b (X X^T) X + c (X X^T)^2 X      takes each s to      a s + b s^3 + c s^5
 #
@@ -589,9 +566,8 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # with more rows than columns, gets a step sqrt(rows / columns) times as long. The numbers in a step
 # are about 1 / sqrt(D), where AdamW's are nearer to 1, so Muon's rate is larger.
 #
-# A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do the
-# matrices that meet raw pixels or single classes (`patch_embed`, `head`), which do better there in
-# practice. Muon gets the matrices of the blocks.
+# A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do
+# `patch_embed` and `head`, which do better there in practice. Muon gets the blocks' matrices.
 
 def orthogonalise(G, dtype):
     """All singular values of each matrix to about 1: (count, rows, cols), the result in `dtype`."""
@@ -649,26 +625,38 @@ def parameter_groups(model):
     in_blocks = {p for module in model.modules() if isinstance(module, Block)
                  for p in module.parameters()}
     for name, parameter in model.named_parameters():
+        group = matrices if parameter in in_blocks else decay
         if not name.endswith("weight") or parameter.ndim == 1:
-            no_decay.append(parameter)
-        else:
-            (matrices if parameter in in_blocks else decay).append(parameter)
+            group = no_decay
+        if parameter.requires_grad:                     # not: `sine`, and what is frozen
+            group.append(parameter)
     return matrices, decay, no_decay
+
+def layers_above(name, depth):
+    """How many layers are above that of a parameter: head 0, last block 1, patches depth + 1."""
+    if name.startswith("blocks."):
+        return depth - int(name.split(".")[1])
+    return 0 if name.startswith(("norm.", "head.")) else depth + 1
 
 def make_optimizers(model, config, dtype=torch.float32):
     """AdamW and Muon, or AdamW alone: a list. Every group notes its highest rate as "peak"."""
     matrices, decay, no_decay = parameter_groups(model)
     if config.optimizer == "adamw":
         matrices, decay = [], matrices + decay
-    optimizers = [torch.optim.AdamW([
-        {"params": decay, "weight_decay": config.weight_decay, "peak": config.lr},
-        {"params": no_decay, "weight_decay": 0.0, "peak": config.lr}])]
+    depth = sum(isinstance(module, Block) for module in model.modules())
+    share = {p: config.layer_decay ** layers_above(name, depth)          # of the rate: section 8
+             for name, p in model.named_parameters()}
+    qkv = {m.qkv.weight for m in model.modules() if isinstance(m, Attention)}
+
+    def groups(parameters, peak, weight_decay):                         # one for each rate
+        layers = {s: [p for p in parameters if share[p] == s] for s in map(share.get, parameters)}
+        return [{"params": layer, "peak": peak * s, "weight_decay": weight_decay,
+                 "chunks": [3 if p in qkv else 1 for p in layer]} for s, layer in layers.items()]
+    optimizers = [torch.optim.AdamW(groups(decay, config.lr, config.weight_decay)
+                                    + groups(no_decay, config.lr, 0.0))]
     if matrices:
         fast = dtype if dtype == torch.bfloat16 else torch.float32      # fp16: too small a range
-        qkv = {m.qkv.weight for m in model.modules() if isinstance(m, Attention)}
-        optimizers.append(Muon([{"params": matrices, "peak": config.muon_lr,
-                                 "chunks": [3 if p in qkv else 1 for p in matrices]}],
-                               weight_decay=config.weight_decay, dtype=fast))
+        optimizers.append(Muon(groups(matrices, config.muon_lr, config.weight_decay), dtype=fast))
     return optimizers
 
 # The learning rate rises along a line, because the direction changes fast at first and the
@@ -687,16 +675,14 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
 
 # Mixed precision. Products of 16-bit numbers are several times faster where the hardware has units
 # for them. Under autocast the weights stay in float32, and what enters a product is rounded on the
-# way; the loss is computed in float32. bf16 keeps the range of float32 with fewer digits and needs
-# no further care. fp16 has more digits but a small range, in which small gradients would become 0.
-# So a scaler multiplies the loss by a large factor, 65,536 at first, before the backward pass, and
-# divides the gradients by it afterwards. A step that overflows is skipped and halves the factor;
-# after many that do not it is doubled.
+# way. bf16 keeps the range of float32 with fewer digits and needs no further care. fp16 has more
+# digits but a small range, in which small gradients would become 0. So a scaler multiplies the loss
+# by a large factor, 65,536 at first, before the backward pass, and divides the gradients by it
+# afterwards. A step that overflows is skipped and halves the factor; it grows again with time.
 #
 # Clipping. Now and then a batch has a gradient many times longer than usual, and it would rule the
 # running means of both optimizers for many steps. So the gradient of all parameters together is
-# shortened to `clip` where it is longer. The scaler's factor must come off first, or the limit
-# would meet numbers 65,536 times too large.
+# shortened to `clip` where it is longer; the scaler's factor must come off first.
 #
 # Two optimizers and one scaler. The scaler notes for each optimizer whether its own gradients were
 # finite, and would let the other step. But clipping divides all gradients by one length: a single
@@ -716,7 +702,6 @@ def update(loss, model, optimizers, scaler, clip):
     model.zero_grad()
     return grad_norm
 
-
 # ---- 8. Training ---------------------------------------------------------------------------------
 #
 # The numbers of the recipe. Each is a default of the command line.
@@ -733,14 +718,16 @@ class Recipe:
     warmup: float = 0.1             # share of the run in which the rate rises
     label_smoothing: float = 0.1    # share of a target that is spread over all classes
     clip: float = 1.0               # largest length of the gradient
+    freeze: int = 0                 # the patch embedding and so many blocks keep their weights
+    layer_decay: float = 1.0        # rate of a layer / rate of the layer above it
+    patience: int = 0               # end when the held-out loss has not fallen for so many epochs
     seed: int = 0                   # fixes all that is random
 
 # The loss is the cross-entropy, -ln of the probability that the model gives to the right class: 0
 # if it is certain and right, ln K if it has no idea. So the first loss is just above ln K, 2.30 for
 # ten classes, as the head begins near 0. While training, the target is softened: 0.9 for the right
 # class and 0.1 spread over all, itself too (label smoothing). Against a hard target a model is
-# never done: by driving the logits of what it knows further apart it can always lower its loss. The
-# softened one says when to stop.
+# never done: it can always lower its loss by driving the logits of what it knows further apart.
 #
 # What counts in the end is the accuracy: how often is the most probable class the right one, on
 # images that were never trained on? Dropout and drop path are off then (`model.eval()`). The
@@ -754,43 +741,59 @@ def predict(model, images, mean, std, dtype, batch_size):
         logits = [model(normalise(batch, mean, std)) for batch in images.split(batch_size)]
     return torch.cat(logits).float()                                            # (n, K)
 
-def evaluate(model, data, dtype, batch_size):
-    """Mean cross-entropy and accuracy (0 to 1) on the test images: two floats."""
-    logits = predict(model, data.test_images, data.mean, data.std, dtype, batch_size)   # (n, K)
-    correct = logits.argmax(dim=1) == data.test_labels                                  # (n,)
-    return F.cross_entropy(logits, data.test_labels).item(), correct.float().mean().item()
+def evaluate(model, data, dtype, batch_size, part=()):
+    """Mean cross-entropy and accuracy (0 to 1) on the test images or another part: two floats."""
+    images, labels = part or (data.test_images, data.test_labels)
+    logits = predict(model, images, data.mean, data.std, dtype, batch_size)             # (n, K)
+    correct = logits.argmax(dim=1) == labels                                            # (n,)
+    return F.cross_entropy(logits, labels).item(), correct.float().mean().item()
 
-# What changes while training, and what is noted of each epoch:
+# Beginning from other weights (`--init`). A model that assumes little must see much. But fur and
+# wheels look alike in all photographs: who has a hundred of them begins from weights that learned
+# from a million others, and goes on at small rates (fine-tuning; paper, section 3.2). Two things
+# are not kept. For another grid the positions are resized like an image: which places are near is
+# still true. The head begins anew, as each of its rows is a class, and the classes are others.
+#
+# Lower layers hold what is general, upper ones what the old classes asked for. So rates may fall
+# from the head down (`--layer-decay`), or the lower blocks stay as they are (`--freeze`): below the
+# first block that learns no gradient is computed, which saves up to two thirds of the time.
+#
+# Few images are soon known by heart. `--patience` sets a tenth of them apart, ends the run when the
+# loss on these no longer falls, and keeps the weights of its lowest point. The price: the cosine is
+# cut off while the rate is high. A run of as many `--epochs` as it took, on all images, is better.
 
-LOG = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "images_per_second",
-       "seconds")
-
-@dataclass
-class Run:
-    """A run at work. The last three concern its checkpoint (section 12)."""
-    vit_config: ViTConfig
-    model: nn.Module
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    history: list                   # a dict with the keys LOG for each epoch
-    out: str = "vit.pt"             # its checkpoint
-    stamp: tuple = None             # of the file there when last seen
-    own: bool = False               # is that file this run's?
-
-# Now the epoch. Its random numbers depend on the seed and on the epoch alone: resumed after epoch
-# 3, a run draws in epoch 4 what it would have drawn anyway.
+# Now the epoch. A `Run` (section 12) holds what changes while training: model, optimizers, scaler,
+# and the history, a dict of figures for each epoch. The random numbers depend on the seed and on
+# the epoch alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway.
 #
 # On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
 # read twice a second and not at every step. Each reading is also a check: once the loss is infinite
 # or no number, all further steps are wasted. `log` (section 10) prints the status line, which stays
 # on the screen at step 21, to tell early how long the run will take.
 
+ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
+
+# Several GPUs. Started by `torchrun --nproc-per-node N`, N processes run this file. Each has the
+# whole model on a device of its own, and every N-th image of a batch. DistributedDataParallel
+# averages the gradients over the processes during `backward`: as the shares are equal, that is the
+# gradient of the whole batch, and the copies of the model stay equal. The order of the images must
+# be the same in all processes: else an epoch would show some images twice and others never. The
+# random numbers after it must differ: else all shares would be shifted, flipped and dropped alike.
+# (`processes` in section 10 says which of how many this one is: 0 of 1 without torchrun.)
+
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
-    torch.manual_seed(config.seed + 1_000_003 * (epoch + 1))    # + 1: `seed` drew the weights
-    run.model.train()
+    rank, count = processes()
+    seed = config.seed + 1_000_003 * (epoch + 1)                # + 1: `seed` drew the weights
+    torch.manual_seed(seed)
     order = torch.randperm(len(data.images), device=device)
+    if rank:
+        torch.manual_seed(seed + rank)
+    model = DistributedDataParallel(run.model) if count > 1 else run.model
+    run.model.train()
+    if config.freeze:
+        run.model.patch_embed.eval()    # BatchNorm in a frozen stem keeps its means as well
     steps = len(order) // B             # the few images that fill no batch wait for another epoch
     total_steps, total = config.epochs * steps, torch.zeros(2, device=device)
     policy_prob = augment_strength(config.epochs) if data.augmented else 0.0
@@ -801,52 +804,57 @@ def train_epoch(run, data, config, dtype):
         for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(step, total_steps, round(config.warmup * total_steps),
                                         group["peak"])
-        batch = order[i * B:(i + 1) * B]                                    # (B,)
-        images, labels = augment(data.images[batch], data.labels[batch], data, policy_prob,
-                                 mix_prob)
+        batch = order[i * B + rank:(i + 1) * B:count]                       # (B / count,)
+        x, labels = augment(data.images[batch], data.labels[batch], data, policy_prob, mix_prob)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = run.model(images)                                      # (B, K)
+            logits = model(x)                                               # (B / count, K)
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
         update(loss, run.model, run.optimizers, run.scaler, config.clip)
         if labels.ndim == 2:            # mixed: the right answer is the class with the larger part
-            labels = labels.argmax(dim=1)                                   # (B,)
+            labels = labels.argmax(dim=1)                                   # (B / count,)
         total += torch.stack([loss.detach(), (logits.argmax(dim=1) == labels).float().mean()])
         now = time.perf_counter()
-        if now - looked > 0.5 or step == 20 or i + 1 == steps:
+        due = now - looked > 0.5 if count == 1 else i % 20 == 0     # all at the same steps
+        if due or step == 20 or i + 1 == steps:
             looked, pace = now, (now - begun) / (i + 1)                     # seconds a step
-            mean_loss, accuracy = (total / (i + 1)).tolist()
-            check_finite(mean_loss, f"training loss is {mean_loss} at step {step}")
+            mean_loss, accuracy = mean_of_all(total / (i + 1), count).tolist()
+            refuse(not math.isfinite(mean_loss),
+                   f"the training loss is {mean_loss} at step {step}; {ADVICE}")
             log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
                 f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # the last group's: Muon's
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", status=step != 20)
     return mean_loss, accuracy, B / pace
 
-def check_finite(loss, text):
-    if not math.isfinite(loss):
-        raise InputError(f"the {text}; nothing of this epoch is saved. Try a lower --lr and "
-                         f"--muon-lr, or --amp off")
-
 # The epochs. After each, the model is tested and `save_run` (section 12) writes it: always the last
 # epoch. To keep the best one would be to choose by the test images, and their accuracy would no
-# longer be that of unseen data. The two losses of the log are not comparable: that of training is
-# taken on altered images, while the model learns, and has the smoothing in it.
+# longer be that of unseen data. (`chosen` names the best on held-out images, with `--patience`.)
+# The two losses of the log are not comparable: that of training is taken on altered images, while
+# the model learns, and has the smoothing in it.
+
+FORMATS = ("5", "10.4f", "8.2%", "9.4f", "8.2%", "8,.0f", "7,.0f", "8.4f", "8.2%")
 
 def train(run, data, config, dtype):
     """The epochs that are left, with a test and a checkpoint after each."""
-    log(f"{'epoch':>5} {'train_loss':>11} {'accuracy':>9} {'test_loss':>10} {'accuracy':>9} "
-        f"{'images/s':>9} {'seconds':>8}")
+    log("epoch  train_loss  accuracy  test_loss  accuracy  images/s  seconds"
+        + "  val_loss  accuracy" * bool(config.patience))
     for epoch in range(len(run.history) + 1, config.epochs + 1):
-        start = time.perf_counter()
-        loss, accuracy, speed = train_epoch(run, data, config, dtype)
-        test_loss, test_accuracy = evaluate(run.model, data, dtype, config.batch_size)
-        check_finite(test_loss, f"test loss is {test_loss} after epoch {epoch}")
-        seconds = time.perf_counter() - start
-        run.history.append(dict(zip(LOG, (epoch, loss, accuracy, test_loss, test_accuracy, speed,
-                                          seconds))))
-        save_run(run, config, data)
-        log(f"{epoch:5} {loss:11.4f} {accuracy:9.2%} {test_loss:10.4f} {test_accuracy:9.2%} "
-            f"{speed:9,.0f} {seconds:8,.0f}")
-
+        row, start = {"epoch": epoch}, time.perf_counter()
+        row["train_loss"], row["train_accuracy"], speed = train_epoch(run, data, config, dtype)
+        row["test_loss"], row["test_accuracy"] = evaluate(run.model, data, dtype, config.batch_size)
+        refuse(not math.isfinite(row["test_loss"]), f"the test loss is not finite; {ADVICE}")
+        row |= {"images_per_second": speed, "seconds": time.perf_counter() - start}
+        if config.patience:
+            row["val_loss"], row["val_accuracy"] = evaluate(run.model, data, dtype,
+                                                            config.batch_size, data.held_out)
+        run.history.append(row)
+        best = chosen(run.history)["epoch"]
+        if config.patience and best == epoch:
+            run.best = deepcopy(run.model.state_dict())
+        if processes()[0] == 0:
+            save_run(run, config, data)
+        log("  ".join(map(format, row.values(), FORMATS)))
+        if config.patience and epoch - best >= config.patience:
+            break
 
 # ---- 9. Seeing: attention, rollout, relevance ----------------------------------------------------
 #
@@ -923,11 +931,6 @@ def relevance(model, images, target):
     gradients = torch.autograd.grad(total, attention)
     return relevance_matrix([A.detach() for A in attention], gradients)[:, 0, 1:]
 
-def times_uniform(values):
-    """A map (..., N-1) as multiples of an even one: 1 is no preference. Zeros stay zeros."""
-    mean = values.mean(dim=-1, keepdim=True)
-    return values / mean.where(mean > 0, 1)
-
 # What no such map can prove is why the model answered as it did (Jain and Wallace, 1902.10186).
 # Take two heads that put all their attention on one patch. One adds the value found there to the
 # class token, the other subtracts it: both maps are hot, and the patch has no effect on any logit.
@@ -947,10 +950,25 @@ def attention_distance(attention, grid, patch_size):
     patches = [A[:, :, 1:, 1:] / A[:, :, 1:, 1:].sum(dim=-1, keepdim=True) for A in attention]
     return torch.stack([(A * far).sum(dim=-1).mean(dim=(0, 2)) for A in patches])   # (L, h)
 
-
 # ================================ Part II: the workshop ===========================================
 
 # ---- 10. Options ---------------------------------------------------------------------------------
+
+import argparse, os, pickle, re, shlex, shutil, signal, sys, unicodedata, warnings, zipfile
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import torch.distributed as dist
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
+from torchvision.datasets import CIFAR10
+from torchvision.models import resnet18
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
 
 @dataclass(frozen=True)
 class TrainConfig(Recipe):
@@ -959,6 +977,7 @@ class TrainConfig(Recipe):
     model: str = "vit"      # vit, or resnet18: a CNN to compare it with; heeds --image-size
     out: str = "vit.pt"     # checkpoint; log (.csv) and curves (.png) go beside it
     resume: str = ""        # a checkpoint whose run is to go on; its settings are kept
+    init: str = ""          # weights to begin from: a checkpoint, or of timm, DeiT, torchvision
     device: str = "auto"    # auto takes cuda, then mps, then cpu
     amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
@@ -971,51 +990,81 @@ LIMITS = {
     "epochs": (1, 100_000), "batch_size": (1, 65_536), "muon_lr": (0, 100), "lr": (0, 100),
     "weight_decay": (0, 100), "warmup": (0, 0.9), "label_smoothing": (0, 0.99),
     "clip": (1e-6, 1e6), "seed": (0, 2**31 - 1), "optimizer": ["muon", "adamw"],
+    "freeze": (0, 256), "layer_decay": (0.01, 1), "patience": (0, 100_000),
+    "pos_embed": ["learned", "sine", "rope", "none"], "stem": ["patch", "conv"],
     "model": ["vit", "resnet18"], "device": ["auto", "cuda", "mps", "cpu"],
     "amp": ["auto", "bf16", "fp16", "off"]}
 
+# The sizes that have names (Ti and S are from DeiT), with their parameters for 1,000 classes and
+# images of 224 x 224; for `cifar`, 10 classes and 32 x 32.
+
+VARIANTS = {
+    #         dim  depth  heads  patch      parameters
+    "cifar": (192,    6,     3,     4),   #  2,693,578
+    "Ti/16": (192,   12,     3,    16),   #  5,717,416
+    "S/16":  (384,   12,     6,    16),   # 22,050,664
+    "B/16":  (768,   12,    12,    16),   # 86,567,656
+    "L/16": (1024,   24,    16,    16),   # 304,326,632
+}
+
+FINE_TUNE = dict(optimizer="adamw", lr=3e-4, layer_decay=0.75)  # with --init, if no rate is typed
+
+def processes():
+    """The number of this process, and how many there are: 0 and 1 without torchrun."""
+    env = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+
+def mean_of_all(values, count):
+    if count > 1:
+        dist.all_reduce(values)                                             # the sum
+    return values / count
+
 def log(text, status=False, error=False):
-    """Print a line. A status is for terminals only, and the next line overwrites it."""
+    """Print a line. A status is for terminals only, and the next line overwrites it. Of several
+    processes the first prints, and errors all."""
+    if processes()[0] and not error:
+        return
     stream = sys.stderr if error else sys.stdout
     try:
         width = shutil.get_terminal_size().columns - 1 if stream and stream.isatty() else 0
         wipe = "\r" + " " * width + "\r" if width else ""       # old consoles know no escapes
-        print(wipe + (text[:width] if status else text), end="" if status else "\n", file=stream,
-              flush=True)
+        print(wipe + (text[:width] if status else text + "\n"), end="", file=stream, flush=True)
     except OSError as reason:               # a full disk, or the reader has gone: the work goes on
         if not error:
             sys.stdout = None
-            log(f"note: the output cannot be written ({reason.strerror}); going on without it",
-                error=True)
+            log(f"note: the output cannot be written ({reason.strerror}); going on", error=True)
 
 def pick_device(name):
-    """"auto" takes cuda, then mps, then cpu. Raises InputError for a device that is not there."""
     there = torch.cuda.is_available() * ["cuda"] + torch.backends.mps.is_available() * ["mps"]
-    if name not in ("auto", "cpu", *there):
-        raise InputError(f"--device {name}: PyTorch sees no such device; use --device auto")
+    refuse(name not in ("auto", "cpu", *there), f"--device {name}: PyTorch sees no such device")
     return torch.device([*there, "cpu"][0] if name == "auto" else name)
+
+def join_processes(device, batch_size):
+    """Under torchrun: take a GPU of this process's own, and meet the other processes."""
+    count, gpus = processes()[1], torch.cuda.device_count() if device.type == "cuda" else 0
+    refuse(batch_size % count, f"--batch-size {batch_size} does not divide by {count} processes")
+    if gpus and count > 1:
+        refuse(int(os.environ["LOCAL_WORLD_SIZE"]) > gpus, f"for --nproc-per-node, GPUs: {gpus}")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
+    if count > 1:
+        dist.init_process_group("nccl" if gpus else "gloo")
+    if processes()[0]:
+        dist.barrier()                  # process 0 reads the data first, as they may be downloaded
 
 def pick_precision(amp, device):
     """The dtype of matrix products: what `amp` names; for "auto", bf16 or fp16 where it is fast."""
-    if amp != "auto":
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
-    if device.type == "cuda":
-        new = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if new else torch.float16
-    can = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    return torch.bfloat16 if can.get("amx_bf16") or can.get("avx512_bf16") else torch.float32
-
+    if amp == "auto" and device.type == "cuda":
+        amp = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    elif amp == "auto":
+        can = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+        amp = "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "off"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
 
 # ---- 11. Images and data sets --------------------------------------------------------------------
-#
-# Files from the world have quirks that a plain decoder passes on: a camera that notes "turn me"
-# instead of turning, transparency, grey values of 12 or 16 bits.
 
 def open_image(path):
-    """Read an image file as an upright RGB PIL image; grey shows where it is transparent.
-
-    Of an animation the first frame is taken; image.info["frames"] counts them.
-    """
+    """An image file as an RGB PIL image, upright as the camera noted it, and grey where it is
+    transparent. Of an animation it is the first frame; image.info["frames"] counts them."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # of damaged EXIF data, for one
@@ -1035,8 +1084,7 @@ def open_image(path):
             image = Image.alpha_composite(ground, image.convert("RGBA"))
         image = image.convert("RGB")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
-        raise InputError(f"{path} cannot be read as an image ({error}); check the path, or save it "
-                         f"as PNG in another program") from None
+        raise InputError(f"{path} cannot be read as an image ({error}); try it as PNG") from None
     image.info["frames"] = frames
     return image
 
@@ -1047,13 +1095,11 @@ def center_square(image):
     return left, top, left + side, top + side
 
 def center_crop(image, size):
-    """The middle square of a PIL image, resized to (size, size)."""
     return image.crop(center_square(image)).resize((size, size), Image.Resampling.BICUBIC)
 
-# A data set that needs no file: `shapes`. A coloured disc or ring at a random place, of a random
-# size, over a cloudy grey ground and a grey disc or ring that means nothing. The class is colour
-# and form together, ten in all. It is learned in minutes; and since we know which pixels carry the
-# answer, an attention map can be checked against the truth (test_vit.py does).
+# The data set `shapes` needs no file: a coloured disc or ring at a random place, of a random size,
+# over a cloudy grey ground and a grey disc or ring that means nothing. The class is colour and form
+# together. As we know which pixels carry the answer, an attention map can be checked (test_vit.py).
 
 COLOURS = {"red": (220, 50, 50), "green": (50, 180, 70), "blue": (60, 90, 220),
            "yellow": (220, 200, 50), "purple": (170, 60, 190)}
@@ -1072,101 +1118,86 @@ def draw_figure(ring, size, generator):
 def make_shapes(n, image_size, seed):
     """n images, uint8 (n, 3, S, S), the same for the same seed; labels, int64 (n,), which go round
     the ten classes; and the pixels of the coloured figures, bool (n, S, S)."""
-    generator, size = torch.Generator().manual_seed(seed), (image_size, image_size)
-    images = torch.empty(n, 3, *size, dtype=torch.uint8)
-    masks = torch.empty(n, *size, dtype=torch.bool)
-    labels = torch.arange(n) % len(SHAPE_CLASSES)
+    generator, S = torch.Generator().manual_seed(seed), image_size
+    images, masks, labels = [], [], torch.arange(n) % len(SHAPE_CLASSES)
     colours = torch.tensor(list(COLOURS.values())).float()
-    for i in range(n):
+    for label in labels:
         clouds = 80 + 90 * torch.rand(1, 1, 5, 5, generator=generator)
-        image = F.interpolate(clouds, size, mode="bilinear", align_corners=True)    # (1, 1, S, S)
+        image = F.interpolate(clouds, (S, S), mode="bilinear", align_corners=True)  # (1, 1, S, S)
         image = image[0].repeat(3, 1, 1)                                            # (3, S, S)
         ring, grey = torch.rand(2, generator=generator)
-        image[:, draw_figure(ring < 0.5, image_size, generator)] = 40 + 180 * grey
-        masks[i] = draw_figure(labels[i] % 2 == 1, image_size, generator)   # on top, never hidden
-        image[:, masks[i]] = colours[labels[i] // 2][:, None]
+        image[:, draw_figure(ring < 0.5, S, generator)] = 40 + 180 * grey
+        masks.append(draw_figure(label % 2 == 1, S, generator))             # on top, never hidden
+        image[:, masks[-1]] = colours[label // 2][:, None]
         image += 10 * torch.randn(image.shape, generator=generator)
-        images[i] = image.clamp(0, 255)
-    return images, labels, masks
+        images.append(image.clamp(0, 255).to(torch.uint8))
+    return torch.stack(images), labels, torch.stack(masks)
 
 # Folders. What counts as an image is what Pillow opens, but for documents, films and tables of
-# numbers; other files are skipped and counted. Hidden entries belong to some program, not to the
+# numbers; other files are counted and skipped. Hidden entries belong to some program, not to the
 # data. Names are compared in one Unicode form, as macOS composes letters in another.
 
 NO_IMAGES = {"EPS", "WMF", "MPEG", "PDF", "GRIB", "HDF5", "BUFR"}
 TEST_NAMES = ("test", "val", "valid", "validation")
+HIDDEN = re.compile(r"(^|/)(\.|__MACOSX)")
 
-def entries(folder):
-    """The folders and the files in a folder, sorted. A link to a folder above it is neither."""
-    paths = sorted(path for path in Path(folder).iterdir()
-                   if path.name[0] != "." and path.name != "__MACOSX")
-    return ([path for path in paths if path.is_dir()
-             and path.resolve() not in map(Path.resolve, path.absolute().parents)],
-            [path for path in paths if not path.is_dir()])
-
-def list_files(folder):
-    folders, files = entries(folder)
-    return files + [file for inner in folders for file in list_files(inner)]
+def folders(path):
+    """The folders in a folder, sorted; but for a link to one above, which would lead in circles."""
+    above = [Path(path).resolve(), *Path(path).resolve().parents]
+    return sorted(inner for inner in Path(path).iterdir() if inner.is_dir()
+                  and not HIDDEN.match(inner.name) and inner.resolve() not in above)
 
 def list_classes(folder, quiet=False):
     """{class: [image files]} of a folder that holds a folder for each class, all sorted."""
     suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
                 if kind in Image.OPEN and kind not in NO_IMAGES}
     classes, skipped = defaultdict(list), []
-    for inner in entries(folder)[0]:
-        files = list_files(inner)
-        images = [file for file in files if file.suffix.lower() in suffixes]
-        classes[unicodedata.normalize("NFC", inner.name)] += images
+    for inner in folders(folder):
+        files = sorted(path for path in inner.rglob("*") if (path.is_file() or path.is_symlink())
+                       and not HIDDEN.search(path.relative_to(inner).as_posix()))
+        images = [file for file in files if file.suffix.lower() in suffixes and file.is_file()]
         skipped += [file.suffix or file.name for file in files if file not in images]
+        refuse(not images, f"{inner} holds no images; fill or remove it")
+        classes[unicodedata.normalize("NFC", inner.name)] += images
     if skipped and not quiet:
         log(f"note: skipped in {folder}, as no images that can be opened: {len(skipped):,} "
             f"({', '.join(sorted(set(skipped))[:5])})")
-    if empty := [name for name in classes if not classes[name]]:
-        raise InputError(f"{Path(folder, empty[0])} holds no images; fill or remove it")
     return dict(sorted(classes.items()))
 
 def open_folder(data, split):
     """{class: [files]} of one part of a folder, "train" or "test". If it is not divided, every
     fifth file of a class is for the test; split="any" then takes all."""
-    inside = {path.name.lower(): path for path in entries(data)[0]} if os.path.isdir(data) else {}
+    inside = {path.name.lower(): path for path in folders(data)} if os.path.isdir(data) else {}
     for part in filter(None, map(inside.get, ("train",) if split == "train" else TEST_NAMES)):
-        if entries(part)[0]:
+        if folders(part):
             return list_classes(part)
         log(f"note: {part} has no class folders; it is passed over")
-    if not inside or inside.keys() & {"train", *TEST_NAMES}:
-        raise InputError(f"--data {data}: no folders {data}/{split}/CLASS are there; give cifar10, "
-                         f"shapes, or a folder that holds train/CLASS/* and test/CLASS/* (or "
-                         f"val/CLASS/*), or CLASS/* alone")
+    refuse(not inside or inside.keys() & {"train", *TEST_NAMES},
+           f"--data {data}: no folders {data}/{split}/CLASS are there; give cifar10, shapes, or a "
+           f"folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*), or with CLASS/* alone")
     classes = list_classes(data, quiet=split == "train")
-    if split == "any":
-        log(f"note: {data} has no train and test; all images are for the test")
-        return classes
-    if few := [name for name, files in classes.items() if len(files) < 2]:
-        raise InputError(f"--data {data} has one image of {few[0]!r}; it needs two, for the test")
-    if split == "train":
-        return {name: [file for i, file in enumerate(files) if i % 5]
-                for name, files in classes.items()}
-    log(f"note: {data} has no train and test; every fifth image of a class is for the test")
-    return {name: files[::5] for name, files in classes.items()}
+    if split != "train":
+        some = "all images are" if split == "any" else "every fifth image of a class is"
+        log(f"note: {data} has no train and test; {some} for the test")
+    for name, files in classes.items():
+        rest = [file for i, file in enumerate(files) if i % 5]
+        classes[name] = {"any": files, "test": files[::5], "train": rest}[split]
+        refuse(not classes[name], f"--data {data} has one image of {name!r}; it needs two")
+    return classes
 
 def open_split(data, split, image_size):
-    """One part of `data`: a sequence of (PIL image or file, label), and the names of the classes.
-
-    Raises InputError when the data are missing, damaged or laid out in another way.
-    """
+    """One part of `data`: a sequence of (PIL image or file, label), and the classes' names."""
     if data == "shapes":
-        if image_size > 256:
-            raise InputError(f"--data shapes can be drawn up to --image-size 256, not {image_size}")
-        part = "train" if split == "train" else "test"
-        images, labels, _ = make_shapes(SHAPE_COUNTS[part], image_size, seed=int(part == "test"))
+        refuse(image_size > 256, f"--data shapes goes up to --image-size 256, not {image_size}")
+        n, seed = (SHAPE_COUNTS["train"], 0) if split == "train" else (SHAPE_COUNTS["test"], 1)
+        images, labels, _ = make_shapes(n, image_size, seed)
         return [(to_pil_image(x), y) for x, y in zip(images, labels.tolist())], SHAPE_CLASSES
     if data == "cifar10":
         try:
             images = CIFAR10("data", train=split == "train", download=True)
         except Exception as error:              # of the disk, the network, or a damaged archive
-            raise InputError(f"CIFAR-10 could not be fetched or is damaged ({error}); put "
-                             f"{CIFAR10.filename} from {CIFAR10.url} into "
-                             f"{Path('data').resolve()}, or use --data shapes") from None
+            refuse(True, f"CIFAR-10 could not be fetched or is damaged ({error}); put the file "
+                         f"{CIFAR10.url} into {Path('data').resolve()}, or use --data shapes")
         return images, images.classes
     classes = open_folder(data, split)
     pairs = [(file, label) for label, files in enumerate(classes.values()) for file in files]
@@ -1174,8 +1205,8 @@ def open_split(data, split, image_size):
 
 def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
-    images = torch.empty(len(pictures), 3, image_size, image_size, dtype=torch.uint8)
-    labels, unreadable, several = [], [], 0
+    n, labels, unreadable, several = len(pictures), [], [], 0
+    images = torch.empty(n, 3, image_size, image_size, dtype=torch.uint8)
     for i, (picture, label) in enumerate(pictures):
         labels.append(label)
         try:
@@ -1185,14 +1216,21 @@ def decode(pictures, image_size, device):
         except InputError:
             unreadable.append(str(picture))
         if i % 1000 == 0:
-            log(f"reading images: {i:,} of {len(pictures):,}", status=True)
-    if unreadable:
-        raise InputError(f"{len(unreadable)} of {len(pictures)} files cannot be read as images: "
-                         f"{', '.join(unreadable[:10])}{' ...' * (len(unreadable) > 10)}; replace "
-                         f"or remove them")
+            log(f"reading images: {i:,} of {n:,}", status=True)
+    some = ", ".join(unreadable[:10]) + " ..." * (len(unreadable) > 10)
+    refuse(unreadable, f"{len(unreadable)} of {n} files cannot be read as images: {some}; replace "
+                       f"or remove them")
     if several:
         log(f"note: {several:,} files hold several pictures; the first of each is used")
     return images.to(device), torch.tensor(labels, device=device)
+
+def hold_out(labels, seed):
+    """Every tenth image of a random order, class by class: bool (n,)."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = order[labels.cpu()[order].argsort(stable=True)]     # by class, at random within
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    held[order[::10]] = True
+    return held.to(labels.device)
 
 MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
 
@@ -1201,39 +1239,61 @@ def load_data(config, image_size, device):
     name, S = f"--data {config.data}", image_size
     pictures, classes = open_split(config.data, "train", S)
     test_pictures, test_classes = open_split(config.data, "test", S)
-    if odd := sorted(set(classes) ^ set(test_classes)):
-        raise InputError(f"{name} has {odd[0]!r} in only one of train and test; it must be in both")
-    if len(classes) < 2:
-        raise InputError(f"{name} has one class, {classes[0]!r}; it needs two or more, as "
-                         f"train/CLASS/* and test/CLASS/*, or CLASS/* alone")
-    if config.batch_size > len(pictures):
-        raise InputError(f"--batch-size {config.batch_size} is more than the {len(pictures)} "
-                         f"training images; make it smaller")
-    if (size := (len(pictures) + len(test_pictures)) * 3 * S**2) > MOST_BYTES:
-        raise InputError(f"{name} takes {size / 2**30:.1f} GiB at --image-size {S}; make that "
-                         f"smaller, or MOST_BYTES in vit.py larger")
+    size = (len(pictures) + len(test_pictures)) * 3 * S**2
+    odd = sorted(set(classes) ^ set(test_classes))
+    refuse(odd, f"{name} has {odd[:1]} in only one of train and test; it must be in both")
+    refuse(len(classes) < 2, f"{name} has one class; it needs two, as train/CLASS/*")
+    refuse(size > MOST_BYTES, f"{name} takes {size / 2**30:.0f} GiB at --image-size {S}; make that "
+                              f"smaller, or MOST_BYTES in vit.py larger")
     images, labels = decode(pictures, S, device)
-    sample = images[::max(1, len(images) // 1000)].float() / 255
+    held = hold_out(labels, config.seed) if config.patience else torch.zeros_like(labels) > 0
+    held_out, images, labels = (images[held], labels[held]), images[~held], labels[~held]
+    n = len(images)
+    refuse(config.batch_size > n, f"--batch-size {config.batch_size} is more than the {n} images")
+    sample = images[::max(1, n // 1000)].float() / 255
     std, mean = torch.std_mean(sample, dim=(0, 2, 3), keepdim=True)         # (1, C, 1, 1)
     return Data(images, labels, *decode(test_pictures, S, device), classes, mean[0],
-                std[0].clamp(min=0.01), augmented=config.data != "shapes")
-
+                std[0].clamp(min=0.01), config.data != "shapes", held_out)
 
 # ---- 12. Checkpoints -----------------------------------------------------------------------------
 #
 # A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
-# and plain Python values, so that it can be read without running code from the file
-# (`weights_only`). It is written to a temporary neighbour and then moved to its place: at every
-# moment the old file or the new one is there, whole. Log and curves are conveniences: where they
-# cannot be written, open in another program perhaps, the run goes on.
+# and plain values: no code of the file is run to read it (`weights_only`). It is written beside its
+# place and then moved there, so that the old file or the new one is always there, whole. Log and
+# curves are conveniences: where they cannot be written, open elsewhere perhaps, the run goes on.
+
+@dataclass
+class Run:
+    """What changes in a run at work."""
+    vit_config: ViTConfig
+    model: nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    history: list                   # a dict of figures for each epoch
+    out: str = "vit.pt"             # its checkpoint
+    stamp: tuple = None             # of that file, once this run has written it
+    best: dict = None               # with --patience: the weights of the best held-out epoch
+
+def make_model(name, config):
+    """The ViT of a configuration; or "resnet18" from torchvision, which takes C and K from it. As
+    is usual for small images, its first convolution is 3 x 3 with stride 1, without max-pool."""
+    if name == "vit":
+        return ViT(config)
+    model = resnet18(num_classes=config.num_classes)
+    model.conv1 = nn.Conv2d(config.in_channels, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+def chosen(history):
+    """What was noted of the best held-out epoch; of the last, if no images are held out."""
+    return min(history, key=lambda row: row.get("val_loss", -row["epoch"]))
 
 def write_file(path, content, place=None):
-    """Put bytes into a temporary neighbour, then move it to `path`, or to where `place()` says,
-    which is asked when the new file is whole. So none is ever half-written."""
+    """Put bytes beside `path`, then move them there, or to where `place()` says."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")       # the process: two runs must not share it
     try:
         temporary.write_bytes(content)
-        os.replace(temporary, place() if place else path)
+        temporary.replace(place() if place else path)
     except OSError as error:
         raise InputError(f"{path} could not be written ({error.strerror}); what was there is "
                          f"untouched, make room or give another --out") from None
@@ -1242,29 +1302,27 @@ def write_file(path, content, place=None):
 
 def stamp(path):
     """Tells whether the file at `path` is the one seen before; None if there is none."""
-    with suppress(OSError):
-        return os.stat(path).st_mtime_ns, os.stat(path).st_size
+    return (os.stat(path).st_mtime_ns, os.path.getsize(path)) if os.path.exists(path) else None
 
 def files_of(out):
     return [Path(out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
 
 def take_place(run):
-    """Where the run is to write; what lies there is not lost. Files of an earlier run are renamed;
-    if another run has just written there, this one goes on under a name of its own."""
-    there, path = stamp(run.out), Path(run.out)
-    tag = ".old" if there in (None, run.stamp) else ".new"
-    if run.own and tag == ".old":
+    """Where the run is to write; what lies there is not lost. Files that are there before it are
+    renamed; if another run has since written there, this one goes on under a name of its own."""
+    there = list(filter(Path.is_file, files_of(run.out)))
+    if stamp(run.out) in (None, run.stamp) and (run.stamp or not there):
         return run.out
-    names = (path.with_stem(f"{path.stem}{tag}{n}") for n in ("", *range(2, 10_000)))
+    names = (Path(run.out).with_suffix(f".{'new' if run.stamp else 'old'}{n}.pt")
+             for n in ("", *range(2, 10_000)))
     free = next(name for name in names if not any(map(Path.exists, files_of(name))))
-    if tag == ".new":
+    log(f"note: {run.out} was there already; it is now {free}" if not run.stamp else
+        f"note: another program has written {run.out}; this run goes on as {free}")
+    if run.stamp:
         run.out = str(free)
-        log(f"note: another program has written {path}; this run goes on as {free}")
-        return run.out
-    for file, new in zip(files_of(path), files_of(free)):
-        if file.is_file():
-            file.replace(new)
-            log(f"{file} was there already; it is now {new.name}")
+    else:
+        for file in there:
+            file.replace(free.with_suffix(file.suffix))
     return run.out
 
 def save_run(run, config, data):
@@ -1272,114 +1330,171 @@ def save_run(run, config, data):
     checkpoint = {"format": 1, "vit": asdict(run.vit_config), "train": asdict(config),
                   "images": len(data.images), "classes": data.classes,
                   "mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist(),
-                  "model": run.model.state_dict(),
+                  "model": run.model.state_dict(), "best": run.best,
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
     memory = BytesIO()
     torch.save(checkpoint, memory)
     write_file(run.out, memory.getbuffer(), lambda: take_place(run))
-    run.stamp, run.own = stamp(run.out), True
-    rows = [",".join(map(str, row.values())) for row in run.history]
+    run.stamp = stamp(run.out)
+    rows = run.history[0], *(row.values() for row in run.history)
     try:
-        write_file(files_of(run.out)[1], "\n".join([",".join(LOG), *rows, ""]).encode())
+        text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+        write_file(files_of(run.out)[1], text.encode())
         draw_curves(run.history, files_of(run.out)[2])
     except InputError as error:
         log(f"note: {error}; the run goes on")
 
-def load_checkpoint(path):
-    """A checkpoint as a dict, its configurations as objects, and its model in eval mode as "net".
+# Weights of others: of timm, DeiT and DINO, which have the names of this file, or of torchvision's
+# VisionTransformer, which has others. A model that was wrapped left a prefix.
 
-    That one is made on the meta device, without memory, and takes over the tensors of the file:
-    whatever sizes are declared, only what is there counts. Of a model that was wrapped when it was
-    saved, by torch.compile or DataParallel, the prefixes of the names are taken off.
-    """
+RENAMED = {
+    r"_orig_mod\.|module\.|backbone\.": "", "conv_proj": "patch_embed.proj", "ln_": "norm",
+    r"encoder\.pos_embedding": "pos_embed", r"encoder\.ln": "norm", r"heads\.head": "head",
+    r"(layer_\d+\.mlp)\.0": r"\1.fc1", r"(layer_\d+\.mlp)\.3": r"\1.fc2",
+    "class_token": "cls_token", r"self_attention\.in_proj_": "attn.qkv.",
+    r"self_attention\.out_proj": "attn.proj", r"encoder\.layers\.encoder_layer_": "blocks."}
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+def rename(weights):
+    for old, new in RENAMED.items():
+        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
+    return weights
+
+def as_checkpoint(file):
+    """Weights of others as a checkpoint before any epoch; their tensors say the sizes."""
+    inner = [file[part] for part in ("model", "state_dict", "teacher") if part in file]
+    weights = {name: weight.float() for name, weight in rename((inner or [file])[0]).items()
+               if name not in IMAGENET}
+    D, _, P, _ = weights["patch_embed.proj.weight"].shape
+    weights = {"head.weight": torch.zeros(1, D), "head.bias": torch.zeros(1)} | weights
+    side = math.isqrt(weights["pos_embed"].shape[1] - 1)        # no square: refused when loaded
+    vit = dict(image_size=side * P, patch_size=P, dim=D, num_classes=len(weights["head.weight"]),
+               depth=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+               num_heads=max(1, D // 64), mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / D)
+    pixels = {name: [float(x) for x in file.get(name, IMAGENET[name])] for name in IMAGENET}
+    return pixels | {"format": 1, "model": weights, "vit": vit, "train": {}, "history": [],
+                     "epoch": 0, "classes": [""] * vit["num_classes"],
+                     "whose": "the file" if "mean" in file else "ImageNet"}
+
+def load_checkpoint(path, foreign=False):
+    """A checkpoint as a dict: its configurations as objects, mean and std (C, 1, 1), and its model
+    in eval mode as "net", with the weights of the best held-out epoch, if there are any. With
+    `foreign`, weights of others will do as well. The model is made on the meta device, without
+    memory, and takes over the file's tensors: whatever it declares, only what is there counts."""
     try:
-        with zipfile.ZipFile(path) as archive:          # verifies checksums; torch.load does not
-            if damaged := archive.testzip():
-                raise ValueError(f"damaged at {damaged}")
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f"damaged at {damaged}")   # torch.load looks at no checksums
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if foreign and "format" not in checkpoint:
+            checkpoint = as_checkpoint(checkpoint)
         if checkpoint.get("format") != 1:
             raise ValueError(f"its format is {checkpoint.get('format')}, not 1")
         vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
-        weights = {name.replace("_orig_mod.", "").replace("module.", ""): weight
-                   for name, weight in checkpoint["model"].items()}
+        mean, std = (torch.tensor(checkpoint[name]).reshape(3, 1, 1) for name in ("mean", "std"))
+        parts = {name: rename(checkpoint[name]) for name in ("model", "best")
+                 if checkpoint.get(name)}
         with torch.device("meta"):
             net = make_model(config.model, vit).eval()
-        net.load_state_dict(weights, assign=True)
-        if not all(weight.isfinite().all() for weight in net.parameters()):
+        for weights in parts.values():                  # the best last
+            net.load_state_dict(weights, assign=True)
+        if not all(weight.isfinite().all() for weight in net.state_dict().values()):
             raise ValueError("some of its weights are not finite")
-        counts = [len(checkpoint[part]) for part in ("classes", "mean", "std", "history")]
-        if counts != [vit.num_classes, 3, 3, checkpoint["epoch"]] or any(
-                tuple(row) != LOG for row in checkpoint["history"]):
+        if (vit.num_classes, checkpoint["epoch"]) != tuple(map(len, map(
+                checkpoint.get, ("classes", "history")))):
             raise ValueError("its parts do not fit together")
-        return checkpoint | {"vit": vit, "train": config, "model": weights, "net": net}
     except Exception as error:          # whatever zip, pickle or the parts make of a foreign file
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, pickle.UnpicklingError):   # PyTorch's text tells how to run the code
-            reason = "it holds more than tensors and plain values"
-        raise InputError(f"{path} is not a whole checkpoint of vit.py ({reason}); check the path, "
-                         f"or make one: python vit.py train") from None
+            reason = "it holds more than tensors and plain values, or is no file of PyTorch"
+        raise InputError(f"{path} is not a whole checkpoint of vit.py{' or a plain ViT' * foreign} "
+                         f"({reason}); to make one: python vit.py train") from None
+    return checkpoint | dict(vit=vit, train=config, net=net, mean=mean, std=std) | parts
 
 def restore_model(path):
     """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
     checkpoint = load_checkpoint(path)
-    mean, std = (torch.tensor(checkpoint[name])[:, None, None] for name in ("mean", "std"))
-    return checkpoint, checkpoint["net"], mean, std
+    if checkpoint.get("best"):
+        checkpoint["epoch"] = chosen(checkpoint["history"])["epoch"]
+        log(f"{path}: the weights of epoch {checkpoint['epoch']}, the best on held-out images")
+    return checkpoint, checkpoint["net"], checkpoint["mean"], checkpoint["std"]
 
-def restore(run, data, checkpoint):
-    """Fill a new Run from a checkpoint. Raises InputError if the data are not those it saw."""
-    if (checkpoint["classes"] != data.classes or checkpoint["images"] != len(data.images)
-            or not torch.allclose(torch.tensor(checkpoint["mean"]), data.mean.flatten().cpu())):
-        raise InputError("these are not the images that the checkpoint was trained on; give the "
-                         "same --data, or start a new run without --resume")
+def begin_from(start, run, data, config):
+    """Give a new run the weights of `start`, a checkpoint or as_checkpoint, and say how."""
+    old, known = start["net"], start["classes"] == data.classes
+    if not known:
+        old.head = run.model.head                       # which begins anew
+    table = resize_positions(old.pos_embed, old.grid, *run.model.grid)
+    table = table if run.vit_config.pos_embed == "learned" else run.model.pos_embed
+    run.model.load_state_dict(old.state_dict() | {"pos_embed": table})
+    head, whose = "its own" if known else "a new", start.get("whose", "the file")
+    log(f"init    {config.init}: positions of {old.grid} for a grid of {run.model.grid}, {head} "
+        f"head, mean and std of {whose}; "
+        + " ".join(f"{flag(name)} {getattr(config, name)}" for name in FINE_TUNE))
+
+def go_on(checkpoint, run, data, config):
+    """Give a run the state in which it was saved. Raises InputError if the data are others."""
+    refuse(checkpoint["classes"] != data.classes or checkpoint["images"] != len(data.images)
+           or not torch.allclose(checkpoint["mean"], data.mean.cpu()),
+           "these are not the images that the checkpoint was trained on; give the same --data")
     run.model.load_state_dict(checkpoint["model"])
-    run.history = checkpoint["history"]
+    run.history, run.best = checkpoint["history"], checkpoint.get("best")
     try:
         for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state["state"]})
-            if any(value.shape not in ((), parameter.shape)
-                   for parameter, values in optimizer.state.items() for value in values.values()):
-                raise ValueError("it is of other weights")
+            for parameter, values in optimizer.state.items():
+                torch.broadcast_tensors(parameter, *values.values())    # raises where shapes differ
         run.scaler.load_state_dict(checkpoint["scaler"] or run.scaler.state_dict())
     except Exception as error:          # whatever PyTorch makes of a foreign state
-        raise InputError(f"the checkpoint's optimizers do not fit its run ({error}); start a new "
-                         f"run without --resume") from None
+        refuse(True, f"the checkpoint's optimizers do not fit its run ({error}); begin a new one")
+    if os.path.realpath(config.out) == os.path.realpath(config.resume):
+        run.stamp = stamp(config.out)
+    log(f"{config.resume} goes on after epoch {len(run.history)}")
 
 def prepare(config, vit_config, checkpoint=None):
     """Load the data, make or restore the model, and say what is about to be done."""
     device = pick_device(config.device)
     dtype = pick_precision(config.amp, device)
+    join_processes(device, config.batch_size)
     data = load_data(config, vit_config.image_size, device)
-    vit = replace(vit_config, num_classes=len(data.classes))
+    if processes() != (0, 1) and processes()[0] == 0:
+        dist.barrier()                  # now the data are there for all
+    vit, S = replace(vit_config, num_classes=len(data.classes)), vit_config.image_size
     torch.manual_seed(config.seed)
     model = make_model(config.model, vit).to(device)
+    for name, parameter in model.named_parameters():
+        if config.freeze and layers_above(name, vit.depth) > vit.depth - config.freeze:
+            parameter.requires_grad_(False)
     if config.compile:
         model.compile()                 # in place: the names of the weights stay as they are
+    if config.init:                     # pixels as those weights know them
+        data.mean, data.std = checkpoint["mean"].to(device), checkpoint["std"].to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(vit, model, make_optimizers(model, config, dtype), scaler, [], config.out,
-              stamp(config.out))
+    run = Run(vit, model, make_optimizers(model, config, dtype), scaler, [], config.out)
     if checkpoint:
-        restore(run, data, checkpoint)
-        run.own = os.path.realpath(config.out) == os.path.realpath(config.resume)
-        log(f"{config.resume} goes on after epoch {len(run.history)}")
-    patches, S, name = (vit.image_size // vit.patch_size) ** 2, vit.image_size, config.model
+        (go_on if config.resume else begin_from)(checkpoint, run, data, config)
+    patches, name = (S // vit.patch_size) ** 2, config.model
     if name == "vit":
         name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
-        usual = [f"--patch-size {P}" for P in range(1, S) if S % P == 0 and 4 <= S // P <= 14]
         if not 16 <= patches <= 1024:
-            log(f"warning: {patches:,} patches are " + ("too few to attend to" if patches < 16 else
-                "slow and take much memory") + f"; usual for {S} pixels is "
-                f"{[*usual, 'another --image-size, a multiple of 16'][0]}")
+            flaw = "too few to attend to" if patches < 16 else "slow and take much memory"
+            usual = next(P for P in range(1, S + 1) if S % P == 0 and S // P <= 14)  # as ViT-B/16
+            log(f"warning: {patches:,} patches are {flaw}; usual here is --patch-size {usual}")
     log(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
-        f"images of {S} x {S}, {len(data.classes)} classes\n"
+        f"images of {S} x {S}, {len(data.classes)} classes, {len(data.held_out[1]):,} held out\n"
         f"run     {config.epochs} epochs in batches of {config.batch_size}, "
         f"{' + '.join(type(o).__name__ for o in run.optimizers)}, seed {config.seed}, on {device} "
         f"in {str(dtype).removeprefix('torch.')}")
     return run, data, dtype
 
 # ---- 13. Pictures --------------------------------------------------------------------------------
+
+def times_uniform(values):
+    """A map (..., N-1) as multiples of an even one: 1 is no preference. Zeros stay zeros."""
+    mean = values.mean(dim=-1, keepdim=True)
+    return values / mean.where(mean > 0, 1)
 
 def write_picture(figure, path):
     memory = BytesIO()
@@ -1397,8 +1512,10 @@ def blend(view, maps, top, side, columns=1):
     image = image * 0.25 / image.mean().clamp(min=0.25)         # a dark photograph is dark enough
     heat = F.interpolate((maps / top).sqrt()[:, None], (S, S))                  # (n, 1, S, S)
     color = torch.from_numpy(colormaps["inferno"](heat[:, 0].numpy())[..., :3]).movedim(-1, 1)
-    grid = make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns)
-    return grid.movedim(0, -1).numpy()
+    return as_picture(make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns))
+
+def as_picture(image):
+    return image.movedim(0, -1).numpy()                         # (C, H, W) -> (H, W, C)
 
 def write(slide, x, y, width, text, size=14, **style):
     """A line of text, its letters smaller where it would be wider than `width`."""
@@ -1451,9 +1568,8 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     maps = torch.stack([heads[-1].mean(dim=0), attention_rollout(attention)[0],
                         relevance(model, images, c)[0]])                # (3, N-1)
     L, h = heads.shape[:2]
-    name = classes[c][:23] + "…" * (len(classes[c]) > 23)
     titles = (f"CLS attention, block {L}, all heads", f"rollout, blocks 1 to {L}",
-              f"relevance for {name} ({p[c]:.0%})")
+              f"relevance for {classes[c]:.24} ({p[c]:.0%})")
     heads, maps = (times_uniform(x).reshape(-1, *model.grid) for x in (heads, maps))
     tops = [max(4, x.max().item()) for x in (maps[:2], maps[:2], maps[2], heads)]
     cell = min(735 / L, 590 / h)        # the side of a head's map
@@ -1461,9 +1577,9 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     side = (start - 150) / 3
     slide = Figure(figsize=(16, 9), dpi=100).add_axes((0, 0, 1, 1), xlim=(0, 1600), ylim=(900, 0))
     slide.axis("off")                   # one pair of axes, in pixels, for all
-    for x, width, title in ((20, start - 130, f"The answer: {best[0][0]} ({best[0][1]:.0%})"),
-                            (start - 70, 460, "The evidence: CLS attention")):
-        write(slide, x, 52, width, title, 20, weight="bold")
+    title = f"The answer: {best[0][0]} ({best[0][1]:.0%})"
+    write(slide, 20, 52, start - 130, title, 20, weight="bold")
+    write(slide, start - 70, 52, 460, "The evidence: CLS attention", 20, weight="bold")
     draw_answer(slide, side, photo, view, truth, best, model.grid[0])
     for i in range(3):
         image = blend(view, maps[i:i + 1], tops[i], side)
@@ -1481,49 +1597,50 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
 
 def draw_learnt(path, model, images, epoch):
     """Filters, positions and distances of a model, over images (B, C, S, S), normalised; a PNG."""
+    figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
+    filters, positions, distances = figure.subplots(1, 3)
     E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
     waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
     waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
+    filters.set(title=f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
+    if model.config.stem == "conv":
+        filters.set(title="no single patch filters: the stem is convolutional")
+    else:
+        grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
+        filters.imshow(as_picture(grid))
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
-    alike = (places @ places.T).reshape(-1, 1, *model.grid)             # (N-1, 1, rows, cols)
+    grid = make_grid((places @ places.T).reshape(-1, 1, *model.grid), nrow=model.grid[1],
+                     padding=1, pad_value=torch.nan)
+    figure.colorbar(positions.imshow(grid[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
+    positions.set(title="cosine similarity of each place with all places")
     far = partial(attention_distance, grid=model.grid, patch_size=model.config.patch_size)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
         reach = [far(model(image[None], return_attention=True)[1]) for image in images]
     reach = torch.stack(reach).mean(dim=0)                              # (L, h)
-    even = far([torch.ones(1, 1, 1 + len(places), 1 + len(places))]).item()
-    blocks = range(1, len(reach) + 1)
-    figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
-    filters, positions, distances = figure.subplots(1, 3)
-    grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
-    filters.imshow(grid.movedim(0, -1).numpy())
-    filters.set(title=f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
-    grid = make_grid(alike, nrow=model.grid[1], padding=1, pad_value=torch.nan)
-    figure.colorbar(positions.imshow(grid[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
-    positions.set(title="cosine similarity of each place with all places")
-    for axes in (filters, positions):
-        axes.axis("off")
+    N, blocks = 1 + len(places), range(1, len(reach) + 1)
+    even = far([torch.ones(1, 1, N, N)]).item()
     distances.plot(blocks, reach.numpy(), "o", color="tab:blue")
     distances.axhline(even, color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
                   xticks=blocks, ylim=(0, 1.5 * even or 1))
     distances.legend()
+    filters.axis("off")
+    positions.axis("off")
     write_picture(figure, path)
 
 def draw_curves(history, path):
     """Loss and accuracy over the epochs, a PNG."""
     figure = Figure(figsize=(10, 4), dpi=100, layout="constrained")
-    epochs = range(1, len(history) + 1)
-    for axes, what, unit in zip(figure.subplots(1, 2), ("loss", "accuracy"), (1, 100)):
-        for key, label in ((f"train_{what}", "training, on altered images"),
-                           (f"val_{what}", "held out"), (f"test_{what}", "test")):
-            if key in history[0]:
-                axes.plot(epochs, [unit * row[key] for row in history], "o-", ms=3, label=label)
-        axes.set(xlabel="epoch", title="loss" if unit == 1 else "accuracy, %")
+    for axes, what, unit in zip(figure.subplots(1, 2), ("loss", "accuracy"), ("", ", %")):
+        for part in ("train", "val", "test"):
+            if f"{part}_{what}" in history[0]:
+                values = [(100 if unit else 1) * row[f"{part}_{what}"] for row in history]
+                axes.plot([row["epoch"] for row in history], values, "o-", ms=3, label=part)
+        axes.set(xlabel="epoch", title=what + unit)
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
     write_picture(figure, path)
-
 
 # ---- 14. The command line ------------------------------------------------------------------------
 #
@@ -1557,8 +1674,7 @@ def make_parser():
         ("train", "train a model"), ("eval", "test it, class by class"),
         ("viz", "see what it looks at")))
     add_options(fit.add_argument_group("training"), TrainConfig)
-    group = fit.add_argument_group("model")
-    add_options(group, ViTConfig)
+    add_options(group := fit.add_argument_group("model"), ViTConfig)
     group.add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
                        help="a size by name: sets dim, depth, num-heads and patch-size")
     for p in (test, look):
@@ -1572,73 +1688,85 @@ def make_parser():
                                     "IMAGE_attention.png or learnt.png, where you are)")
     return parser
 
-def check_output(path, suffix, inputs=frozenset()):
+def check_output(path, suffix, *inputs):
     """Can a file be put at `path`? Asked before hours go into its content."""
-    folder = Path(path).parent
-    if (os.path.splitext(path)[1] != suffix or Path(path).is_dir() or not folder.is_dir()
-            or not os.access(folder, os.W_OK) or {os.path.realpath(path), stamp(path)} & inputs):
-        raise InputError(f"--out {path} must be a {suffix} file in a folder that can be written "
-                         f"to, and not the same as one that is read")
+    folder, same = Path(path).parent, os.path.exists(path) and any(
+        os.path.samefile(path, file) for file in inputs if os.path.exists(file))
+    refuse(os.path.splitext(path)[1] != suffix or Path(path).is_dir() or not folder.is_dir()
+           or not os.access(folder, os.W_OK) or same, f"--out {path} must be a {suffix} file in a "
+           f"folder that can be written to, and not the same as one that is read")
 
 # A resumed run is the same run: only where things lie, what computes it, and its length may change.
 # It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
 # up again, and it raises the share of strong augmentation.
 
+MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
+KEPT = ("dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem")     # by --init
+
 def read_options(typed):
-    """Both configurations and the checkpoint, if any, from what was typed."""
-    for name, value in typed.items():
-        limits = LIMITS.get(name)
-        if isinstance(limits, tuple) and not limits[0] <= value <= limits[1]:   # a NaN fails too
-            raise InputError(f"{flag(name)} {value} must lie between {limits[0]} and {limits[1]}")
+    """Both configurations and the checkpoint to begin from, if any, from what was typed."""
+    for name, limits in LIMITS.items():
+        refuse(name in typed and isinstance(limits, tuple)                      # a NaN fails, too
+               and not limits[0] <= typed[name] <= limits[1],
+               f"{flag(name)} must lie between {limits[0]} and {limits[1]}, not {typed.get(name)}")
     size = VARIANTS.get(typed.pop("variant", None), ())
     options = dict(zip(("dim", "depth", "num_heads", "patch_size"), size)) | typed
-    free = ("resume", "out", "epochs", "data", "device", "compile")     # may change on resuming
-    checkpoint, before = None, {}
+    start, before, what = None, {}, ""
     if "resume" in typed:
-        checkpoint = load_checkpoint(typed["resume"])
-        before = vars(checkpoint["vit"]) | vars(checkpoint["train"]) | {"out": typed["resume"]}
-        done, other = checkpoint["epoch"], [
-            f"{flag(name)} is {before[name]}" for name in sorted(options)
-            if name not in free and options[name] != before[name]]
-        if other:
-            raise InputError(f"--resume goes on with the same run, in which {', '.join(other)}; "
-                             f"leave out what differs, or start a new run")
-        if typed.get("epochs", before["epochs"]) < max(done + 1, before["epochs"]):
-            raise InputError(f"{typed['resume']} has had {done} of {before['epochs']} epochs; it "
-                             f"cannot be made shorter, only longer, by more --epochs")
+        start, what = load_checkpoint(typed["resume"]), "resume goes on with the same run"
+        before = vars(start["vit"]) | vars(start["train"]) | {"out": typed["resume"]}
+        fixed = options.keys() - MAY_CHANGE
+    elif typed.get("init"):
+        start, what = load_checkpoint(typed["init"], foreign=True), "init keeps the model"
+        rates = {} if typed.keys() & {"optimizer", "lr", "muon_lr"} else FINE_TUNE
+        before, fixed = vars(start["vit"]) | rates, options.keys() & KEPT
+    other = [f"{flag(name)} is {before[name]}" for name in sorted(fixed if start else ())
+             if options[name] != before[name]]
+    refuse(other, f"--{what}, in which {', '.join(other)}; leave out what differs, or start anew")
     options = before | options
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
+    done, planned = (start["epoch"], before["epochs"]) if config.resume else (0, 0)
+    refuse(config.epochs < max(done + 1, planned), f"{config.resume} has had "
+           f"{done} of {planned} epochs; it cannot be made shorter, only longer, by --epochs")
+    cnn = "resnet18" in (config.model, start and start["train"].model)
+    refuse(cnn and (config.init or config.freeze or config.layer_decay != 1),
+           "--init, --freeze and --layer-decay are for a ViT, not for a CNN")
+    refuse(config.freeze > vit.depth, f"--freeze {config.freeze}: the model has {vit.depth} blocks")
     check_output(config.out, ".pt")
-    return vit, config, checkpoint
+    return vit, config, start
 
 def run_train(typed):
-    vit, config, checkpoint = read_options(typed)
+    vit, config, start = read_options(typed)
     run = None
     try:
-        run, data, dtype = prepare(config, vit, checkpoint)
+        run, data, dtype = prepare(config, vit, start)
         train(run, data, config, dtype)
     except KeyboardInterrupt:
-        saved = run.out if run and run.own else config.resume
+        saved = run.out if run and run.stamp else config.resume
         log(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         raise
-    out = shlex.quote(run.out)
-    log(f"test accuracy {run.history[-1]['test_accuracy']:.2%} after epoch {config.epochs}\n"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    out, row = shlex.quote(run.out), chosen(run.history)
+    if config.patience:
+        log(f"ended after epoch {len(run.history)}; the held-out loss was lowest after epoch "
+            f"{row['epoch']}, whose weights eval and viz take")
+    log(f"test accuracy {row['test_accuracy']:.2%} after epoch {row['epoch']}\n"
         f"wrote {run.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py eval --ckpt {out}\n"
         f"      python vit.py viz --ckpt {out} --image test:0")
 
 def run_eval(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
-    config, classes = checkpoint["train"], checkpoint["classes"]
+    config, classes, size = checkpoint["train"], checkpoint["classes"], checkpoint["vit"].image_size
     device, name, K = pick_device(typed["device"]), typed["data"] or config.data, len(classes)
-    pictures, found = open_split(name, "any" if typed["data"] else "test",
-                                 checkpoint["vit"].image_size)
-    if unknown := [c for c in found if c not in classes]:
-        raise InputError(f"--data {name} has classes that the checkpoint does not know: "
-                         f"{', '.join(unknown)}; it knows {', '.join(classes)}")
-    images, labels = decode(pictures, checkpoint["vit"].image_size, device)
+    pictures, found = open_split(name, "any" if typed["data"] else "test", size)
+    unknown = ", ".join(c for c in found if c not in classes)
+    refuse(unknown, f"--data {name} has classes that the model does not know: {unknown}; it knows "
+                    f"{', '.join(classes)}")
+    images, labels = decode(pictures, size, device)
     labels = torch.tensor([classes.index(c) for c in found], device=device)[labels]
     guess = predict(model.to(device), images, mean.to(device), std.to(device),
                     pick_precision(config.amp, device), config.batch_size).argmax(dim=1)
@@ -1652,26 +1780,17 @@ def run_eval(typed):
         if count := table[i // K, i % K].item():
             log(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
 
-def name_pictures(names, out):
-    """{picture: image}. Pictures of other images in the list are passed over."""
-    if not names or out and not os.path.isdir(out):
-        if len(names) > 1:
-            raise InputError(f"--out {out} is no folder, for {len(names)} images; make one first")
-        return {out or "learnt.png": names[0] if names else ""}
-    pictures = {}
-    for name in dict.fromkeys(names):
-        stem = Path(out or "", Path(name.replace(":", "_")).stem)
-        tries = (f"{stem}{f'_{n}' * (n > 1)}_attention.png" for n in itertools.count(1))
-        pictures[next(file for file in tries if file not in pictures)] = name
-    real = {os.path.realpath(file) for file in pictures}
-    if own := [name for name in pictures.values() if os.path.realpath(name) in real]:
-        log(f"note: passed over, as pictures of other images: {', '.join(own)}", error=True)
-    return {file: name for file, name in pictures.items() if name not in own}
+def picture_name(name, out, taken):
+    """Where the picture of an image lies: `out`, or a name of its own in that folder or here."""
+    stem, n = Path(out or "", Path(name.replace(":", "_")).stem), 1
+    while not out or os.path.isdir(out) or out in taken:        # two folders may hold one name
+        out, n = f"{stem}{f'_{n}' * (n > 1)}_attention.png", n + 1
+    return out
 
 def look_at(name, out, tests, checkpoint, model, mean, std, target):
     """Draw an image file, or one of {"test:0": (image, class), ...}, and print what it shows."""
-    if name.startswith("test:") and name not in tests:
-        raise InputError(f"--image {name} is none of test:0 to test:{len(tests) - 1}")
+    refuse(name.startswith("test:") and name not in tests,
+           f"--image {name} is none of test:0 to test:{len(tests) - 1}")
     photo, truth = tests.get(name, (Path(name), ""))
     photo = open_image(photo) if isinstance(photo, Path) else photo
     size, frames = model.config.image_size, photo.info.get("frames", 1)
@@ -1684,32 +1803,33 @@ def look_at(name, out, tests, checkpoint, model, mean, std, target):
     log(f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\nwrote {out}")
 
 def run_viz(typed):
-    checkpoint, model, mean, std = restore_model(typed["ckpt"])
-    if checkpoint["train"].model != "vit":
-        raise InputError(f"{typed['ckpt']} holds a CNN, which has no attention to draw; try eval")
-    classes, size, names = checkpoint["classes"], model.config.image_size, typed["image"]
+    checkpoint, model, mean, std = restored = restore_model(typed["ckpt"])
+    classes, names, out = checkpoint["classes"], typed["image"], typed["out"]
+    refuse(checkpoint["train"].model != "vit",
+           f"{typed['ckpt']} holds a CNN, which has no attention to draw; try eval")
     target = unicodedata.normalize("NFC", typed["target"] or "")
-    if target and (target not in classes or not names):
-        raise InputError(f"--target {target} must be one of {', '.join(classes)}, with an --image")
-    target = classes.index(target) if target else None
-    pictures = name_pictures(names, typed["out"])
-    inputs = {look(file) for file in (typed["ckpt"], *pictures.values())
-              for look in (os.path.realpath, stamp)} - {None}
-    for out in pictures:
-        check_output(out, ".png", inputs)
-    tests, known, code = [], [], 0
+    refuse(target and (target not in classes or not names),
+           f"--target {target} must be one of {', '.join(classes)}, with an --image")
+    refuse(names[1:] and out and not os.path.isdir(out),
+           f"--out {out} must be a folder that is there, for {len(names)} images")
+    target, tests, taken, code = classes.index(target) if target else None, {}, set(), 0
     if not names or any(name.startswith("test:") for name in names):
-        tests, known = open_split(typed["data"] or checkpoint["train"].data, "test", size)
+        images, known = open_split(typed["data"] or checkpoint["train"].data, "test",
+                                   model.config.image_size)
+        tests = {f"test:{i}": (image, known[label]) for i, (image, label) in enumerate(images)}
     if not names:
-        chosen = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
-        images, _ = decode([tests[i] for i in chosen], size, "cpu")
+        check_output(out := out or "learnt.png", ".png", typed["ckpt"])
+        picked = torch.linspace(0, len(images) - 1, min(50, len(images))).long().tolist()
+        images, _ = decode([images[i] for i in picked], model.config.image_size, "cpu")
         draw_learnt(out, model, normalise(images, mean, std), checkpoint["epoch"])
         log(f"wrote {out}")
-        return code
-    tests = {f"test:{i}": (image, known[label]) for i, (image, label) in enumerate(tests)}
-    for out, name in pictures.items():
+    if own := [name for name in names[1:] and names if name.endswith("_attention.png")]:
+        log(f"note: passed over, as pictures of other images: {', '.join(own)}", error=True)
+    for name in dict.fromkeys(name for name in names if name not in own):
+        taken.add(file := picture_name(name, out, taken))
         try:
-            look_at(name, out, tests, checkpoint, model, mean, std, target)
+            check_output(file, ".png", typed["ckpt"], *(set(names) - set(own)))
+            look_at(name, file, tests, *restored, target)
         except InputError as error:
             log(f"vit.py: {error}", error=True)         # the others are drawn
             code = 2
@@ -1717,17 +1837,16 @@ def run_viz(typed):
 
 def explain(error):
     """An error as a sentence for the user. A fault of ours is raised again, with its traceback."""
-    if isinstance(error, InputError):
-        return str(error)
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search(     # each device says it in its own words
             "out of memory|allocate memory|not enough memory", str(error)):
-        return ("memory is full; what needs less: while images are read, a smaller --image-size; "
-                "later, a smaller --batch-size, larger patches or a smaller model")
+        return "memory is full; a smaller --batch-size, --image-size or model needs less"
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return (f"--compile does not work here ({str(error).splitlines()[0]}); leave it out, or "
                 f"install a C++ compiler")
+    if isinstance(error, InputError):
+        return str(error)
     raise error
 
 def main(argv=None):
@@ -1745,7 +1864,10 @@ def main(argv=None):
     except SystemExit as end:                           # --help and --version end this way
         return end.code
     except Exception as error:
-        log(f"vit.py: {' '.join(explain(error).split())}", error=True)
+        text = f"vit.py: {' '.join(explain(error).split())}"
+        with suppress(KeyboardInterrupt):               # of several processes the first speaks, and
+            time.sleep(5 * (processes()[0] > 0))        # then torchrun ends the others
+            log(text, error=True)
         return 2
 
 if __name__ == "__main__":
