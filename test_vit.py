@@ -1163,3 +1163,53 @@ def test_the_library_example_of_the_readme_runs(trained):
     exec(re.search(r"```python\n(.*?)```", README, re.S)[1], names)
     assert names["logits"].shape == (1, 10)
     assert names["rollout"].shape == names["relevance"].shape == (1, math.prod(names["model"].grid))
+
+@pytest.fixture
+def recipe(trained, monkeypatch, capsys):
+    """Runs a program of the README, as printed, beside a small vit.pt."""
+    monkeypatch.setattr(vit, "augment", vit.augment)        # distill.py replaces it: put it back
+    shutil.copy(trained, "vit.pt")
+    programs = re.findall(r'```python\n("""(\w+\.py): .*?)```', README, re.S)
+
+    def run(*argv):
+        source = next(program for program, name in programs if name == argv[0])
+        monkeypatch.setattr(sys, "argv", list(argv))
+        try:
+            exec(compile(source, argv[0], "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            assert not end.code
+        return capsys.readouterr().out
+    return run
+
+def answers_alike(answer, most=1e-5):
+    """Does `answer`, of uint8 images, give vit.py's own probabilities, whatever the batch?"""
+    (_, model, mean, std), images = vit.restore_model("vit.pt"), vit.make_shapes(7, 16, seed=5)[0]
+    wanted = vit.predict(model, images, mean, std, torch.float32, 7).softmax(dim=1)
+    for B in (1, 2, 7):
+        assert_close(answer(images[:B]), wanted[:B], rtol=0, atol=most)
+
+def test_an_exported_model_needs_no_vit_py(recipe, monkeypatch):
+    recipe("export.py", "vit.pt")
+    answers_alike(torch.export.load("vit.pt2").module())
+    Image.new("RGB", (50, 40), "teal").save("cat.png")
+    monkeypatch.setitem(sys.modules, "vit", None)           # to import it would raise ImportError
+    assert re.fullmatch(r"cat.png: \w+ (disc|ring), [\d.]+%\n", recipe("classify.py", "cat.png"))
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_answers_alike_and_int8_nearly(recipe):
+    runtime = pytest.importorskip("onnxruntime")
+    recipe("export.py", "vit.pt")
+    assert recipe("to_onnx.py", "shapes").count("images/s") == 3
+    for name, most in (("vit.onnx", 1e-5), ("vit.int8.onnx", 0.05)):
+        model = runtime.InferenceSession(name)
+        answers_alike(lambda x: torch.from_numpy(model.run(None, {"images": x.numpy()})[0]), most)
+
+def test_pretraining_without_labels_and_a_teacher(recipe, monkeypatch):
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 128)
+    losses = [float(line.split()[-1]) for line in recipe("mae.py", "shapes", "3").splitlines()]
+    assert losses[2] < losses[0]
+    options, config, start = vit.read_options(dict(data="shapes", init="mae.pt", batch_size=16))
+    run, *_ = vit.prepare(config, options, start)
+    assert torch.equal(run.model.blocks[5].mlp.fc1.weight, torch.load("mae.pt")["model"]["blocks.5.mlp.fc1.weight"])
+    assert "wrote student.pt" in recipe("distill.py", "vit.pt", *SHAPES.split(), "--epochs=1", "--out=student.pt")
