@@ -1039,6 +1039,20 @@ def mass_and_pointing(maps, masks):
     mass = (maps / maps.sum(1, keepdim=True) * share).sum(1) / share.mean(1)
     return mass.mean().item(), (share.gather(1, maps.argmax(1, keepdim=True)) > 0).float().mean().item()
 
+@torch.no_grad()
+def probability_without(model, x, labels, order):
+    """Mean probability of the labels when the first 0, 10, ... 90 % of the patches in `order` (n, N-1) are left out:
+    their tokens, as black squares would be pictures of something too (2204.08945)."""
+    tokens, steps, P = model.patch_embed(x) + model.pos_embed[:, 1:], [], order.shape[1]
+    cls = (model.cls_token + model.pos_embed[:, :1]).expand(len(x), -1, -1)
+    for tenth in range(10):
+        kept = order[:, round(P * tenth / 10):, None].expand(-1, -1, tokens.shape[2])
+        out = torch.cat([cls, tokens.gather(1, kept)], dim=1)
+        for block in model.blocks:
+            out, _ = block(out)
+        steps.append(model.head(model.norm(out[:, 0])).softmax(1).gather(1, labels[:, None]).mean())
+    return torch.stack(steps).mean().item()
+
 def test_maps_find_the_object(monkeypatch):
     """Trained for seconds, a model looks at the figure: far more than untrained, or than a blob in the middle would."""
     monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 1600)
@@ -1057,6 +1071,11 @@ def test_maps_find_the_object(monkeypatch):
         mass, pointing = results["trained", name]
         assert mass > 1.5 * blob[0] and mass > 2 * results["untrained", name][0], results
         assert pointing > least > blob[1] + 0.1, results
+    labels = model(x).argmax(1)
+    best = vit.relevance(model, x, labels).argsort(descending=True)
+    first, last, chance = (probability_without(model, x, labels, order) for order in
+                           (best, best.flip(1), torch.rand(200, 64).argsort()))
+    assert first < chance - 0.1 and last > chance + 0.03, (first, last, chance)      # what it ranks highest counts
 
 def test_a_map_of_zeros_and_odd_sizes_can_be_drawn():
     """Weights of zero: uniform attention, relevance all zero. Also one head, and many blocks."""
