@@ -770,9 +770,7 @@ def evaluate(model, data, dtype, batch_size, part=()):
 # read twice a second and not at every step. Each reading is also a check: once the loss is infinite
 # or no number, all further steps are wasted. `log` (section 10) prints the status line, which stays
 # on the screen at step 21, to tell early how long the run will take.
-
-ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
-
+#
 # Several GPUs. Started by `torchrun --nproc-per-node N`, N processes run this file. Each has the
 # whole model on a device of its own, and every N-th image of a batch. DistributedDataParallel
 # averages the gradients over the processes during `backward`: as the shares are equal, that is the
@@ -831,6 +829,7 @@ def train_epoch(run, data, config, dtype):
 # The two losses of the log are not comparable: that of training is taken on altered images, while
 # the model learns, and has the smoothing in it.
 
+# The figures of an epoch in its line of the log:
 FORMATS = ("5", "10.4f", "8.2%", "9.4f", "8.2%", "8,.0f", "7,.0f", "8.4f", "8.2%")
 
 def train(run, data, config, dtype):
@@ -1007,7 +1006,8 @@ VARIANTS = {
     "L/16": (1024,   24,    16,    16),   # 304,326,632
 }
 
-FINE_TUNE = dict(optimizer="adamw", lr=3e-4, layer_decay=0.75)  # with --init, if no rate is typed
+FINE_TUNE = dict(optimizer="adamw", lr=3e-4, muon_lr=6e-4, layer_decay=0.75)    # with --init
+ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
 
 def processes():
     """The number of this process, and how many there are: 0 and 1 without torchrun."""
@@ -1718,8 +1718,7 @@ def read_options(typed):
         fixed = options.keys() - MAY_CHANGE
     elif typed.get("init"):
         start, what = load_checkpoint(typed["init"], foreign=True), "init keeps the model"
-        rates = {} if typed.keys() & {"optimizer", "lr", "muon_lr"} else FINE_TUNE
-        before, fixed = vars(start["vit"]) | rates, options.keys() & KEPT
+        before, fixed = vars(start["vit"]) | FINE_TUNE, options.keys() & KEPT
     other = [f"{flag(name)} is {before[name]}" for name in sorted(fixed if start else ())
              if options[name] != before[name]]
     refuse(other, f"--{what}, in which {', '.join(other)}; leave out what differs, or start anew")
