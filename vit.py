@@ -1173,8 +1173,8 @@ def open_folder(data, split):
             return list_classes(part)
         log(f"note: {part} has no class folders; it is passed over")
     refuse(not inside or inside.keys() & {"train", *TEST_NAMES},
-           f"--data {data}: no folders {data}/{split}/CLASS are there; give cifar10, shapes, or a "
-           f"folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*), or with CLASS/* alone")
+           f"--data {data}: no {data}/{'train' if split == 'train' else 'test'}/CLASS is there; give "
+           f"cifar10, shapes, or a folder with train/CLASS/* and test/CLASS/* (or val), or CLASS/*")
     classes = list_classes(data, quiet=split == "train")
     if split != "train":
         some = "all images are" if split == "any" else "every fifth image of a class is"
@@ -1718,7 +1718,8 @@ def read_options(typed):
         fixed = options.keys() - MAY_CHANGE
     elif typed.get("init"):
         start, what = load_checkpoint(typed["init"], foreign=True), "init keeps the model"
-        before, fixed = vars(start["vit"]) | FINE_TUNE, options.keys() & KEPT
+        before = vars(start["vit"]) | FINE_TUNE
+        fixed = options.keys() & {*KEPT, "whose" in start or "num_heads"}   # others name no heads
     other = [f"{flag(name)} is {before[name]}" for name in sorted(fixed if start else ())
              if options[name] != before[name]]
     refuse(other, f"--{what}, in which {', '.join(other)}; leave out what differs, or start anew")
