@@ -1173,8 +1173,8 @@ def open_folder(data, split):
             return list_classes(part)
         log(f"note: {part} has no class folders; it is passed over")
     refuse(not inside or inside.keys() & {"train", *TEST_NAMES},
-           f"--data {data}: no {data}/{'train' if split == 'train' else 'test'}/CLASS is there; give "
-           f"cifar10, shapes, or a folder with train/CLASS/* and test/CLASS/* (or val), or CLASS/*")
+           f"--data {data}: no {data}/{split.replace('any', 'test')}/CLASS is there; give cifar10, "
+           f"shapes, or a folder with train/CLASS/* and test/CLASS/* (or val), or CLASS/* alone")
     classes = list_classes(data, quiet=split == "train")
     if split != "train":
         some = "all images are" if split == "any" else "every fifth image of a class is"
