@@ -1189,6 +1189,7 @@ def test_the_library_example_of_the_readme_runs(trained):
 def recipe(trained, monkeypatch, capsys):
     """Runs a program of the README, as printed, beside a small vit.pt."""
     monkeypatch.setattr(vit, "augment", vit.augment)        # distill.py replaces it: put it back
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 128)
     shutil.copy(trained, "vit.pt")
     programs = re.findall(r'```python\n("""(\w+\.py): .*?)```', README, re.S)
 
@@ -1226,8 +1227,7 @@ def test_onnx_answers_alike_and_int8_nearly(recipe):
         model = runtime.InferenceSession(name)
         answers_alike(lambda x: torch.from_numpy(model.run(None, {"images": x.numpy()})[0]), most)
 
-def test_pretraining_without_labels_and_a_teacher(recipe, monkeypatch):
-    monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 128)
+def test_pretraining_without_labels_and_a_teacher(recipe):
     losses = [float(line.split()[-1]) for line in recipe("mae.py", "shapes", "3").splitlines()]
     assert losses[2] < losses[0]
     options, config, start = vit.read_options(dict(data="shapes", init="mae.pt", batch_size=16))
