@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageOps
 from pytest import approx
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -357,25 +357,26 @@ def test_folders_with_names_of_every_kind(capsys):
     assert (data.images[0].permute(1, 2, 0).numpy() == image[:, 2:18]).all()
     Image.new("RGB", (40, 40)).save("Käfer 猫.png")
     assert cli(f"{SHAPES} --data 'mes données' --epochs 1 --batch-size 8 --out 'modèle 1.pt'",
-               "viz --ckpt 'modèle 1.pt' --target '猫 $x_1$' --image 'Käfer 猫.png' test:1",
+               "viz --ckpt 'modèle 1.pt' --target '猫 $x_1$' --image 'Käfer 猫.png'",
                "eval --ckpt 'modèle 1.pt'") == 0
     assert vit.open_image("Käfer 猫_attention.png").size == (1600, 900) and not capsys.readouterr().err
 
 def test_what_counts_as_an_image(capsys):
-    """Suffixes that torchvision does not know; hidden entries, notes and circles; NFC names."""
-    for name in ("cat", "cafe\u0301", "caf\u00e9", ".ipynb_checkpoints", "__MACOSX"):
-        Path("pets", name).mkdir(exist_ok=True, parents=True)   # the two cafés are one folder on macOS
-    for name, kind in (("caf\u00e9/0.png", "PNG"), ("cafe\u0301/1.png", "PNG"), ("cat/a.jfif", "JPEG"),
-                       ("cat/a.gif", "GIF"), ("cat/a.tga", "TGA"), ("cat/a.jp2", "JPEG2000"), ("cat/a.ico", "ICO")):
+    """Suffixes that torchvision does not know; hidden entries and notes."""
+    for name in ("cat", "dog", ".ipynb_checkpoints", "__MACOSX", "cat/.cache"):
+        Path("pets", name).mkdir(parents=True)
+    for name, kind in (("dog/0.png", "PNG"), ("cat/.cache/0.png", "PNG"), ("cat/a.jfif", "JPEG"), ("cat/a.GIF", "GIF"),
+                       ("cat/a.tga", "TGA"), ("cat/a.jp2", "JPEG2000"), ("cat/a.ico", "ICO")):
         Image.new("RGB", (8, 8), "teal").save(Path("pets", name), format=kind)
     for name in ("cat/._0.jpg", ".ipynb_checkpoints/0.png", "cat/notes.txt", "cat/Thumbs.db", "cat/a.pdf"):
         Path("pets", name).write_text("no image")
-    Path("pets/cat/up").symlink_to(Path("pets").resolve(), target_is_directory=True)
-    classes = vit.list_classes("pets")
-    assert list(classes) == ["caf\u00e9", "cat"] and [len(files) for files in classes.values()] == [2, 5]
-    assert "opened: 4 (.db, .pdf, .txt, up)" in capsys.readouterr().out
+    classes = vit.open_folder("pets", "any")
+    assert list(classes) == ["cat", "dog"] and [len(files) for files in classes.values()] == [5, 1]
+    assert "opened: 3 (.db, .pdf, .txt)" in capsys.readouterr().out
     images, _ = vit.decode([(file, 0) for file in classes["cat"]], 8, "cpu")
     assert (images.float().mean((0, 2, 3)) - torch.tensor([0, 128, 128])).abs().max() < 3
+    with pytest.raises(vit.InputError, match="dog holds too few images"):
+        vit.open_folder("pets", "train")                        # the only one is for the test
 
 def test_a_folder_of_classes_alone_is_split(capsys):
     make_folder("flat", splits=("",))
@@ -387,7 +388,7 @@ def test_a_folder_of_classes_alone_is_split(capsys):
     Path("parts/test").mkdir()
     Path("parts/test/0.png").touch()                            # an unlabelled test folder
     train, test = (vit.open_folder("parts", split)["dog"] for split in ("train", "test"))
-    assert len(train) == 8 and "valid" in str(test[0]) and "no class folders" in capsys.readouterr().out
+    assert len(train) == 8 and "valid" in str(test[0])
 
 def test_images_from_the_world(monkeypatch, capsys):
     """Whatever they are like, they are read right; and the crop keeps the middle."""
@@ -406,20 +407,20 @@ def test_images_from_the_world(monkeypatch, capsys):
             (Image.new("L", (1, 1), 7), "dot.png", {}, (7, 7, 7)),
             (red, "a.gif", dict(save_all=True, append_images=[blue]), (255, 0, 0))):    # the first frame
         assert read(image, name, **options).getpixel((0, 0)) == corner
-    assert vit.open_image("a.gif").info["frames"] == 2
+    assert capsys.readouterr().err == "note: a.gif holds 2 pictures; the first is used\n"
     assert read(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "print.jpg").getpixel((0, 0))[0] > 200
     for scale in (1, 16):                               # of 12 bits, and of 16
         ramp = np.arange(4096, dtype=np.uint16).reshape(64, 64) * scale
         grey = np.asarray(read(Image.fromarray(ramp), "deep.png"))[..., 0].flatten().astype(int)
         assert len(set(grey)) == 256 and (np.diff(grey) >= 0).all() and grey[-1] >= 254
     assert not capsys.readouterr().err
-    wide = ImageOps.pad(Image.new("RGB", (40, 40), "white"), (400, 40))
-    assert vit.center_square(wide) == (180, 0, 220, 40) and vit.center_crop(wide, 16).getcolors() == [(256, (255,) * 3)]
+    wide = Image.effect_noise((400, 40), 80)
+    middle = wide.resize((160, 16), Image.Resampling.BICUBIC).crop((72, 0, 88, 16))
+    assert ImageChops.difference(vit.center_crop(wide, 16), middle).getextrema()[1] <= 1
     assert vit.center_crop(Image.new("RGB", (1, 1)), 32).size == (32, 32)
-    for limit in (700, 300):                            # of pixels: a warning of Pillow's, and an error
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(vit.InputError, match="turned.jpg.*800 pixels"):
-            vit.open_image("turned.jpg")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
+    with pytest.raises(vit.InputError, match="turned.jpg.*800 pixels"):
+        vit.open_image("turned.jpg")
 
 # ---- Optimisation ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
@@ -580,7 +581,7 @@ def test_the_way_through_the_command_line(capsys):
     assert cli(look) == 0 and capsys.readouterr().out.endswith("wrote test_7_attention.png\n")
     assert cli(f"{look} --out again.png", f"{look} --target 'blue ring' --out blue.png",
                f"{look} --target 'red disc' --out red.png", "viz --ckpt vit.pt",
-               "viz --ckpt vit.pt --image 'my cat.jpg' tall.jpg dot.jpg large.jpg") == 0
+               *(f"viz --ckpt vit.pt --image '{name}.jpg'" for name in sizes)) == 0
     assert Path("again.png").read_bytes() == Path("test_7_attention.png").read_bytes()
     assert Path("blue.png").read_bytes() != Path("red.png").read_bytes()
     drawn, error = {vit.open_image(f"{name}_attention.png").size for name in sizes}, capsys.readouterr().err
@@ -637,47 +638,26 @@ def test_eval_counts(trained, monkeypatch, capsys):
     assert {"test accuracy 80.00% on 20 images of shapes", "   50.0%  red ring", "  100.0%  red disc",
             "       1  red ring taken for red disc"} <= set(evaluate().splitlines())
 
-def test_many_pictures_in_one_call(trained, capsys):
-    """Two of one name, one that is no image, earlier pictures among them; a folder to put them in."""
-    viz = f"viz --ckpt '{trained}' --image"
-    for name in ("a/1.jpg", "b/1.jpg", "there/cat.png"):
-        Path(name).parent.mkdir()
-        Image.new("RGB", (40, 40), "red").save(name)
-    Path("bad.png").write_text("no image")
-    assert cli(f"{viz} a/1.jpg bad.png b/1.jpg") == 2
-    out, error = capsys.readouterr()
-    assert error.count("\n") == 1 and "bad.png" in error
-    assert re.search(r"a/1.jpg: (red|green|blue|yellow|purple) \w+ \d+\.\d%, ", out)
-    assert {path.name for path in Path().glob("*_*")} == {"1_attention.png", "1_2_attention.png"}
-    for _ in range(2):                                          # as `--image there/*` would
-        assert cli(f"{viz} {' '.join(sorted(map(str, Path('there').iterdir())))} --out there") == 0
-    assert "passed over" in capsys.readouterr().err and cli(f"{viz} a/1.jpg test:1 --out there") == 0
-    assert {path.name for path in Path("there").iterdir()} == {
-        "cat.png", "cat_attention.png", "1_attention.png", "test_1_attention.png"}
-    os.link("there/cat.png", "hard.png")                        # the same photograph under another name
-    assert cli(f"{viz} there/cat.png --out hard.png") == 2 and vit.open_image("hard.png").size == (40, 40)
-
 def test_a_new_run_keeps_what_is_there(monkeypatch, capsys):
     """Other files, older checkpoints, and what another run writes meanwhile. The seed fixes what is learnt."""
-    command, path, old = f"{SHAPES} --epochs 1 --out cat.pt", Path("cat.pt"), [Path("cat.old2.pt"), Path("cat.old3.pt")]
+    command, path, old = f"{SHAPES} --epochs 1 --out cat.pt", Path("cat.pt"), [Path(f"cat.old{n}.pt") for n in (2, 3, 4)]
     for name in ("cat.png", "cat.csv"):
         Path(name).write_text("mine")
     contents, others, real = [], [f"{command} --seed 7"], vit.train_epoch
     for _ in range(2):
         assert cli(command) == 0
         contents.append(path.read_bytes())
-    assert Path("cat.old.png").read_text() == Path("cat.old.csv").read_text() == "mine"
-    assert "it is now cat.old2.pt" in capsys.readouterr().out
+    assert Path("cat.old1.png").read_text() == Path("cat.old1.csv").read_text() == "mine"
+    assert "cat.pt was there, not of this run; it is now cat.old2.pt" in capsys.readouterr().out
     monkeypatch.setattr(vit, "train_epoch", interrupt)          # nothing is moved for a run that saves nothing
     assert cli(command) == 130 and path.read_bytes() == contents[1] and not old[1].exists()
     monkeypatch.setattr(vit, "train_epoch", lambda run, *args:
                         run.history and others and cli(others.pop()) or real(run, *args))
-    assert cli(f"{command} --epochs 2") == 0 and "goes on as cat.new.pt" in capsys.readouterr().out
-    assert [file.read_bytes() for file in old] == contents
-    assert Path("cat.old3.csv").exists() and Path("cat.old3.png").exists()
-    first, second, other, new = (vit.load_checkpoint(file) for file in (*old, path, "cat.new.pt"))
-    assert (other["train"].seed, new["train"].seed, new["epoch"]) == (7, 0, 2)
-    a, b, c = (run["model"]["blocks.0.mlp.fc1.weight"] for run in (first, second, other))
+    assert cli(f"{command} --epochs 2") == 0                    # of epoch 1: old4, renamed by the other
+    assert [file.read_bytes() for file in old[:2]] == contents and Path("cat.old3.csv").exists()
+    runs = [vit.load_checkpoint(file) for file in (*old, Path("cat.old5.pt"), path)]
+    assert [(run["train"].seed, run["epoch"]) for run in runs] == [(0, 1), (0, 1), (0, 1), (7, 1), (0, 2)]
+    a, b, c = (run["model"]["blocks.0.mlp.fc1.weight"] for run in (runs[0], runs[1], runs[3]))
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch, capsys):
@@ -696,16 +676,16 @@ def test_ctrl_c_leaves_the_last_checkpoint(monkeypatch, capsys):
                           (f"{SHAPES} --out other.pt", "nothing is saved yet")):
         assert cli(command) == 130
         out = capsys.readouterr().out
-        assert says in out.splitlines()[-1] and ("vit.csv could not be written" in out) == ("--epochs" in command)
+        assert says in out.splitlines()[-1] and ("could not be written ([Errno 21] Is a directory: 'vit.csv')" in out) == ("--epochs" in command)
     assert vit.load_checkpoint("vit.pt")["epoch"] == 1
 
 # ---- Checkpoints ----------------------------------------------------------------------------------
 KILL = """import os, signal, sys, vit
 real, calls, vit.augment_strength = vit.Path.write_bytes, [], lambda epochs: 0.5
-def write(path, content):           # three files an epoch: the seventh is a checkpoint
+def write(path, content):           # the third checkpoint
     calls.append(path)
-    real(path, content[:9999] if len(calls) == 7 else content)
-    len(calls) == 7 and os.kill(os.getpid(), signal.SIGKILL)
+    real(path, content[:9999] if len(calls) == 3 else content)
+    len(calls) == 3 and os.kill(os.getpid(), signal.SIGKILL)
 vit.Path.write_bytes = write
 sys.exit(vit.main())"""
 
@@ -733,37 +713,6 @@ def test_a_killed_run_resumes_exactly(monkeypatch):
     assert [{key: float(value) for key, value in row.items()} for row in rows] == cut["history"]
 
 @on_linux
-def test_a_time_limit_ends_a_run_as_ctrl_c_does():
-    """SIGTERM; or SIGHUP, when the terminal is closed."""
-    make_folder("pets", classes="abcdefghij")
-    command = [HERE / "vit.py", *SHAPES.split(), "--data=pets", "--batch-size=1", "--epochs=300"]
-    started = {name: start(*command, f"--out={name}.pt", preexec_fn=lambda: signal.signal(
-        getattr(signal, name), signal.SIG_DFL)) for name in ("SIGTERM", "SIGHUP")}
-    for name, process in started.items():
-        while not Path(f"{name}.png").exists():     # the last file of a save: the next epoch begins
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(getattr(signal, name))
-        out, error = process.communicate()
-        assert (process.returncode, error) == (130, "") and f"--resume {name}.pt" in out.splitlines()[-1]
-        assert vit.load_checkpoint(f"{name}.pt")["epoch"] >= 1
-
-@on_linux
-def test_a_standard_output_that_takes_nothing(monkeypatch, capsys):
-    """A full disk, a reader that has gone, none at all: the run goes on, and a note says so."""
-    make_folder("pets")
-    command, (read, write) = f"{SHAPES} --data pets --epochs 1 --out", os.pipe()
-    os.close(read)
-    with open("/dev/full", "w") as full, os.fdopen(write, "w") as gone:
-        started = [start(HERE / "vit.py", *command.split(), f"{out.fileno()}.pt", stdout=out) for out in (full, gone)]
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli(f"{command} none.pt") == 0 and capsys.readouterr().err == ""
-    for process in started:
-        error = process.communicate()[1]
-        assert process.returncode == 0 and "cannot be written" in error and error.count("\n") == 1
-    assert len(list(Path().glob("*.*"))) == 9               # three runs, all saved
-
-@on_linux
 def test_a_full_disk_and_a_full_memory(monkeypatch, capsys):
     """A limit on the size of a file stands for the disk. One sentence; and all that was there stays as it is."""
     import resource
@@ -788,22 +737,16 @@ def test_a_full_disk_and_a_full_memory(monkeypatch, capsys):
 @pytest.mark.parametrize("part, value, says", [
     ("vit", {"dim": 64}, "size mismatch"), ("vit", {"depth": 256, "dim": 16384, "num_heads": 1}, "Missing key"),
     ("vit", {"dim": "32"}, ""), ("vit", {"width": 3}, ""), ("train", {"model": "resnet18"}, "Missing key"),
-    ("model", {"tail": torch.zeros(1)}, "tail"), ("model", {"head.bias": torch.ones(10) / 0}, "finite"),
-    ("format", 2, "format is 2"), ("format", None, "None"), ("epoch", 7, "fit together"),
-    ("mean", [0.5], "invalid"), ("classes", ["cat"], "fit together"),
-    *[("optimizers", value, "optimizers do not fit") for value in ([], 3, [{}, {}], "of another shape")]])
+    ("model", {"tail": torch.zeros(1)}, "tail"),
+    ("format", 2, "format is 2"), ("format", None, "None"), ("mean", [0.5], "invalid")])
 def test_a_checkpoint_whose_parts_do_not_fit(trained, capsys, part, value, says):
     """Refused before a model is built, however large the sizes that it declares."""
-    checkpoint = torch.load(trained, weights_only=True)
     if isinstance(value, dict):
-        value = checkpoint[part] | value
-    elif value == "of another shape":
-        value = checkpoint["optimizers"]
-        value[0]["state"][0] = {name: torch.zeros(3) for name in value[0]["state"][0]}
+        value = torch.load(trained, weights_only=True)[part] | value
     altered(trained, "x.pt", **{part: value})
     assert cli("train --resume x.pt --epochs 2") == 2
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1 and (part == "optimizers" or "x.pt is not a whole" in error)
+    assert says in error and error.count("\n") == 1 and "x.pt is not a whole" in error
 
 def test_a_wrapped_model_is_accepted_and_a_damaged_one_runs_no_code(trained):
     weights = torch.load(trained, weights_only=True)["model"]
@@ -904,8 +847,8 @@ def test_weights_of_timm(name, size):
     ("blocks.0.ls1.gamma", torch.ones(64), "ls1.gamma"), ("dist_token", torch.ones(1, 1, 64), "dist_token"),
     ("reg_token", torch.ones(1, 4, 64), "reg_token"), ("head.mlp.0.weight", torch.ones(2, 64), "head.mlp.0"),
     ("patch_embed.proj.weight", torch.ones(64, 1, 4, 4), "64, 1, 4, 4"), ("norm.weight", None, "norm.weight"),
-    ("pos_embed", torch.ones(1, 15, 64), "pos_embed"), ("norm.bias", torch.full((64,), torch.nan), "finite"),
-    ("mask_token", PAYLOAD, "more than tensors"), ("patch_embed.proj.weight", None, "patch_embed.proj")])
+    ("pos_embed", torch.ones(1, 15, 64), "pos_embed"), ("patch_embed.proj.weight", None, "patch_embed.proj"),
+    ("mask_token", PAYLOAD, "more than tensors")])
 def test_weights_that_do_not_fit(capsys, name, value, says):
     weights = random_model(dim=64).state_dict() | {name: value}
     torch.save({key: weight for key, weight in weights.items() if weight is not None}, "x.pth")
@@ -964,7 +907,7 @@ def test_held_out_images_end_a_run(monkeypatch, capsys):
     assert cli(f"{SHAPES} --epochs 9 --patience 3") == 0
     out, weights = capsys.readouterr().out, torch.load("vit.pt", weights_only=True)
     assert seen == [0, 20] * 5 and "180 training" in out and "20 held out" in out
-    assert "after epoch 5; the held-out loss was lowest after epoch 2" in out and "3.00% after epoch 2" in out
+    assert "\n    5  " in out and "test accuracy 3.00% after epoch 2, the best on held-out images" in out
     assert Path("vit.csv").read_text().splitlines()[0].endswith("seconds,val_loss,val_accuracy")
     checkpoint, model, _, _ = vit.restore_model("vit.pt")
     assert "the weights of epoch 2" in capsys.readouterr().out and checkpoint["epoch"] == 2
@@ -1132,7 +1075,7 @@ BAD = {     # the beginning of a command: how it goes on, and what the sentence 
         ("good", "good"), ("test:20", "test:19"), ("test:-1", "test:-1"), (f"{'x' * 300}.png", "too long"),
         ("test:0 --out x.png/", "x.png/"), ("text.png --out text.png", "same")],
     "viz --ckpt vit.pt --image whole.jpg ": [("--out no/x.png", "no/x.png"), ("--out file/x.png", "file"),
-        ("--out x.jpg", "x.jpg"), ("--out whole.png/..", "--out"), ("text.png --out x.png", "--out")]}
+        ("--out x.jpg", "x.jpg"), ("--out whole.png/..", "--out"), ("text.png --out x.png", "text.png")]}
 
 @pytest.mark.parametrize("command, names", [(begin + go, says) for begin in BAD for go, says in BAD[begin]])
 def test_bad_input_gets_one_sentence(workshop, monkeypatch, capsys, command, names):
@@ -1153,7 +1096,7 @@ def test_help_variants_and_warnings(monkeypatch, capsys):
     assert "\ntraining:\n" in text and "\nmodel:\n" in text
     assert "--num-heads" in text and "(default: 0.006)" in text and "--num-classes" not in text
     monkeypatch.setattr(vit, "train", interrupt)
-    for size, patch, says in ((32, 16, "--patch-size 4"), (224, 4, "--patch-size 16"), (32, 4, "")):
+    for size, patch, says in ((32, 16, "4 patches are few"), (224, 4, "3,136 patches are many"), (32, 4, "")):
         assert cli(f"{SHAPES} --image-size {size} --patch-size {patch}") == 130
         out = capsys.readouterr().out
         assert ("warning" in out) == bool(says) and says in out

@@ -55,7 +55,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.ops import StochasticDepth
 from torchvision.transforms import v2
@@ -815,7 +815,10 @@ def train_epoch(run, data, config, dtype):
         due = now - looked > 0.5 if count == 1 else i % 20 == 0     # all at the same steps
         if due or step == 20 or i + 1 == steps:
             looked, pace = now, (now - begun) / (i + 1)                     # seconds a step
-            mean_loss, accuracy = mean_of_all(total / (i + 1), count).tolist()
+            figures = total / (i + 1) / count
+            if count > 1:
+                distributed.all_reduce(figures)                             # the sum
+            mean_loss, accuracy = figures.tolist()
             refuse(not math.isfinite(mean_loss),
                    f"the training loss is {mean_loss} at step {step}; {ADVICE}")
             log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
@@ -953,18 +956,16 @@ def attention_distance(attention, grid, patch_size):
 
 # ---- 10. Options ---------------------------------------------------------------------------------
 
-import argparse, os, pickle, re, shlex, shutil, signal, sys, unicodedata, warnings, zipfile
-from contextlib import suppress
+import argparse, os, pickle, re, shlex, shutil, sys, warnings, zipfile
 from dataclasses import asdict, fields, replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-import torch.distributed as dist
-from matplotlib import colormaps
+from matplotlib import cm, colors
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torchvision.datasets import CIFAR10
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.models import resnet18
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -981,21 +982,16 @@ class TrainConfig(Recipe):
     amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
 
-# The help text of an option is the comment at its field. What a number may be, and which words:
+# The help text of an option is the comment at its field. Some are words of a list. Numbers lie
+# between 0 and a billion, but sizes begin at 1, and a share must leave something:
 
-LIMITS = {
-    "image_size": (1, 4096), "patch_size": (1, 4096), "dim": (1, 16384), "depth": (1, 256),
-    "num_heads": (1, 256), "mlp_ratio": (0.1, 64), "dropout": (0, 0.99), "drop_path": (0, 0.99),
-    "epochs": (1, 100_000), "batch_size": (1, 65_536), "muon_lr": (0, 100), "lr": (0, 100),
-    "weight_decay": (0, 100), "warmup": (0, 0.9), "label_smoothing": (0, 0.99),
-    "clip": (1e-6, 1e6), "seed": (0, 2**31 - 1), "optimizer": ["muon", "adamw"],
-    "freeze": (0, 256), "layer_decay": (0.01, 1), "patience": (0, 100_000),
-    "pos_embed": ["learned", "sine", "rope", "none"], "stem": ["patch", "conv"],
-    "model": ["vit", "resnet18"], "device": ["auto", "cuda", "mps", "cpu"],
-    "amp": ["auto", "bf16", "fp16", "off"]}
+WORDS = {"optimizer": ["muon", "adamw"], "pos_embed": ["learned", "sine", "rope", "none"],
+         "stem": ["patch", "conv"], "model": ["vit", "resnet18"],
+         "device": ["auto", "cuda", "mps", "cpu"], "amp": ["auto", "bf16", "fp16", "off"]}
+FROM_1 = ("image_size", "patch_size", "dim", "depth", "num_heads", "epochs", "batch_size")
+SHARES = ("dropout", "drop_path", "warmup", "label_smoothing")
 
-# The sizes that have names (Ti and S are from DeiT), with their parameters for 1,000 classes and
-# images of 224 x 224; for `cifar`, 10 classes and 32 x 32.
+# The sizes that have names; parameters for 1,000 classes and 224 x 224 pixels, but for `cifar`.
 
 VARIANTS = {
     #         dim  depth  heads  patch      parameters
@@ -1003,8 +999,7 @@ VARIANTS = {
     "Ti/16": (192,   12,     3,    16),   #  5,717,416
     "S/16":  (384,   12,     6,    16),   # 22,050,664
     "B/16":  (768,   12,    12,    16),   # 86,567,656
-    "L/16": (1024,   24,    16,    16),   # 304,326,632
-}
+    "L/16": (1024,   24,    16,    16)}   # 304,326,632
 
 FINE_TUNE = dict(optimizer="adamw", lr=3e-4, muon_lr=6e-4, layer_decay=0.75)    # with --init
 ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
@@ -1014,25 +1009,14 @@ def processes():
     env = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
     return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
-def mean_of_all(values, count):
-    if count > 1:
-        dist.all_reduce(values)                                             # the sum
-    return values / count
-
 def log(text, status=False, error=False):
-    """Print a line. A status is for terminals only, and the next line overwrites it. Of several
+    """Print a line; a status on terminals only, where the next line overwrites it. Of several
     processes the first prints, and errors all."""
-    if processes()[0] and not error:
-        return
     stream = sys.stderr if error else sys.stdout
-    try:
-        width = shutil.get_terminal_size().columns - 1 if stream and stream.isatty() else 0
+    width = shutil.get_terminal_size().columns - 1 if stream.isatty() else 0
+    if error or processes()[0] == 0:
         wipe = "\r" + " " * width + "\r" if width else ""       # old consoles know no escapes
         print(wipe + (text[:width] if status else text + "\n"), end="", file=stream, flush=True)
-    except OSError as reason:               # a full disk, or the reader has gone: the work goes on
-        if not error:
-            sys.stdout = None
-            log(f"note: the output cannot be written ({reason.strerror}); going on", error=True)
 
 def pick_device(name):
     there = torch.cuda.is_available() * ["cuda"] + torch.backends.mps.is_available() * ["mps"]
@@ -1041,15 +1025,12 @@ def pick_device(name):
 
 def join_processes(device, batch_size):
     """Under torchrun: take a GPU of this process's own, and meet the other processes."""
-    count, gpus = processes()[1], torch.cuda.device_count() if device.type == "cuda" else 0
+    count, cuda = processes()[1], device.type == "cuda"
     refuse(batch_size % count, f"--batch-size {batch_size} does not divide by {count} processes")
-    if gpus and count > 1:
-        refuse(int(os.environ["LOCAL_WORLD_SIZE"]) > gpus, f"for --nproc-per-node, GPUs: {gpus}")
+    if count > 1 and cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
     if count > 1:
-        dist.init_process_group("nccl" if gpus else "gloo")
-    if processes()[0]:
-        dist.barrier()                  # process 0 reads the data first, as they may be downloaded
+        distributed.init_process_group("nccl" if cuda else "gloo")
 
 def pick_precision(amp, device):
     """The dtype of matrix products: what `amp` names; for "auto", bf16 or fp16 where it is fast."""
@@ -1064,38 +1045,28 @@ def pick_precision(amp, device):
 
 def open_image(path):
     """An image file as an RGB PIL image, upright as the camera noted it, and grey where it is
-    transparent. Of an animation it is the first frame; image.info["frames"] counts them."""
+    transparent; of an animation the first frame. Raises InputError if it cannot be read."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")         # of damaged EXIF data, for one
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                # MPO: a phone's photo and its by-products, to be taken for one picture
-                frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
-                image = ImageOps.exif_transpose(file)
-        if image.mode[0] in "IF":                   # 16 bits of grey: convert() would cut off 255
-            low, high = image.convert("I").getextrema()
-            if image.mode == "F" or low < 0 or high > 65535:
-                raise ValueError("its numbers are no grey values of 8 or 16 bits")
-            scale = 255 / (65535 if high > 4095 else 4095)      # X-rays use 10 or 12 bits
-            image = image.convert("I").point(lambda value: value * scale + 0.5).convert("L")
+        with Image.open(path) as file:
+            if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":   # MPO: a phone's photo
+                log(f"note: {path} holds {file.n_frames} pictures; the first is used", error=True)
+            image = ImageOps.exif_transpose(file)
+        if image.mode == "F":
+            raise ValueError("its numbers are no grey values of 8 or 16 bits")
+        if image.mode[0] == "I":                    # 16 bits of grey: convert() would cut off 255
+            image = image.convert("I")
+            scale = 255 / (65535 if image.getextrema()[1] > 4095 else 4095)     # X-rays: 12 bits
+            image = image.point(lambda value: value * scale + 0.5).convert("L")
         if image.has_transparency_data:
             ground = Image.new("RGBA", image.size, (128, 128, 128, 255))
             image = Image.alpha_composite(ground, image.convert("RGBA"))
-        image = image.convert("RGB")
+        return image.convert("RGB")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); try it as PNG") from None
-    image.info["frames"] = frames
-    return image
-
-def center_square(image):
-    """The largest square in the middle of a PIL image: (left, top, right, bottom) in pixels."""
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return left, top, left + side, top + side
 
 def center_crop(image, size):
-    return image.crop(center_square(image)).resize((size, size), Image.Resampling.BICUBIC)
+    """The largest square in the middle of a PIL image, resized to `size` x `size` pixels."""
+    return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
 
 # The data set `shapes` needs no file: a coloured disc or ring at a random place, of a random size,
 # over a cloudy grey ground and a grey disc or ring that means nothing. The class is colour and form
@@ -1133,64 +1104,48 @@ def make_shapes(n, image_size, seed):
         images.append(image.clamp(0, 255).to(torch.uint8))
     return torch.stack(images), labels, torch.stack(masks)
 
-# Folders. What counts as an image is what Pillow opens, but for documents, films and tables of
-# numbers; other files are counted and skipped. Hidden entries belong to some program, not to the
-# data. Names are compared in one Unicode form, as macOS composes letters in another.
+# Folders. Hidden entries belong to some program, not to the data, and are passed over.
 
-NO_IMAGES = {"EPS", "WMF", "MPEG", "PDF", "GRIB", "HDF5", "BUFR"}
+SUFFIXES = {*IMG_EXTENSIONS, ".avif", ".gif", ".ico", ".jfif", ".jp2", ".tga"}
 TEST_NAMES = ("test", "val", "valid", "validation")
-HIDDEN = re.compile(r"(^|/)(\.|__MACOSX)")
 
 def folders(path):
-    """The folders in a folder, sorted; but for a link to one above, which would lead in circles."""
-    above = [Path(path).resolve(), *Path(path).resolve().parents]
-    return sorted(inner for inner in Path(path).iterdir() if inner.is_dir()
-                  and not HIDDEN.match(inner.name) and inner.resolve() not in above)
-
-def list_classes(folder, quiet=False):
-    """{class: [image files]} of a folder that holds a folder for each class, all sorted."""
-    suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
-                if kind in Image.OPEN and kind not in NO_IMAGES}
-    classes, skipped = defaultdict(list), []
-    for inner in folders(folder):
-        files = sorted(path for path in inner.rglob("*") if (path.is_file() or path.is_symlink())
-                       and not HIDDEN.search(path.relative_to(inner).as_posix()))
-        images = [file for file in files if file.suffix.lower() in suffixes and file.is_file()]
-        skipped += [file.suffix or file.name for file in files if file not in images]
-        refuse(not images, f"{inner} holds no images; fill or remove it")
-        classes[unicodedata.normalize("NFC", inner.name)] += images
-    if skipped and not quiet:
-        log(f"note: skipped in {folder}, as no images that can be opened: {len(skipped):,} "
-            f"({', '.join(sorted(set(skipped))[:5])})")
-    return dict(sorted(classes.items()))
+    return sorted(inner for inner in Path(path).iterdir()
+                  if inner.is_dir() and not inner.name.startswith((".", "__MACOSX")))
 
 def open_folder(data, split):
-    """{class: [files]} of one part of a folder, "train" or "test". If it is not divided, every
-    fifth file of a class is for the test; split="any" then takes all."""
+    """{class: [image files]} of one part of a folder, "train" or "test". If it is not divided,
+    every fifth file of a class is for the test; split="any" then takes all."""
     inside = {path.name.lower(): path for path in folders(data)} if os.path.isdir(data) else {}
-    for part in filter(None, map(inside.get, ("train",) if split == "train" else TEST_NAMES)):
-        if folders(part):
-            return list_classes(part)
-        log(f"note: {part} has no class folders; it is passed over")
-    refuse(not inside or inside.keys() & {"train", *TEST_NAMES},
+    parts = map(inside.get, ("train",) if split == "train" else TEST_NAMES)
+    part = next((part for part in parts if part and folders(part)), None)
+    refuse(not inside or not part and inside.keys() & {"train", *TEST_NAMES},
            f"--data {data}: no {data}/{split.replace('any', 'test')}/CLASS is there; give cifar10, "
            f"shapes, or a folder with train/CLASS/* and test/CLASS/* (or val), or CLASS/* alone")
-    classes = list_classes(data, quiet=split == "train")
-    if split != "train":
+    classes, others = {}, []
+    for folder in folders(part or data):
+        files = sorted(file for file in folder.rglob("*") if file.is_file()
+                       and "/." not in file.relative_to(data).as_posix())
+        images = [file for file in files if file.suffix.lower() in SUFFIXES]
+        rest = [image for i, image in enumerate(images) if i % 5]
+        classes[folder.name] = images if part or split == "any" else {
+            "test": images[::5], "train": rest}[split]
+        refuse(not classes[folder.name], f"{folder} holds too few images; fill or remove it")
+        others += [file.suffix or file.name for file in files if file not in images]
+    if not part and split != "train":
         some = "all images are" if split == "any" else "every fifth image of a class is"
         log(f"note: {data} has no train and test; {some} for the test")
-    for name, files in classes.items():
-        rest = [file for i, file in enumerate(files) if i % 5]
-        classes[name] = {"any": files, "test": files[::5], "train": rest}[split]
-        refuse(not classes[name], f"--data {data} has one image of {name!r}; it needs two")
+    if others:
+        log(f"note: skipped in {part or data}, as no images that can be opened: {len(others):,} "
+            f"({', '.join(sorted(set(others))[:5])})")
     return classes
 
 def open_split(data, split, image_size):
     """One part of `data`: a sequence of (PIL image or file, label), and the classes' names."""
     if data == "shapes":
         refuse(image_size > 256, f"--data shapes goes up to --image-size 256, not {image_size}")
-        n, seed = (SHAPE_COUNTS["train"], 0) if split == "train" else (SHAPE_COUNTS["test"], 1)
-        images, labels, _ = make_shapes(n, image_size, seed)
+        part, seed = ("train", 0) if split == "train" else ("test", 1)
+        images, labels, _ = make_shapes(SHAPE_COUNTS[part], image_size, seed)
         return [(to_pil_image(x), y) for x, y in zip(images, labels.tolist())], SHAPE_CLASSES
     if data == "cifar10":
         try:
@@ -1205,23 +1160,19 @@ def open_split(data, split, image_size):
 
 def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
-    n, labels, unreadable, several = len(pictures), [], [], 0
+    n, labels, unreadable = len(pictures), [], []
     images = torch.empty(n, 3, image_size, image_size, dtype=torch.uint8)
     for i, (picture, label) in enumerate(pictures):
         labels.append(label)
         try:
             picture = open_image(picture) if isinstance(picture, Path) else picture
-            several += picture.info.get("frames", 1) > 1
             images[i] = pil_to_tensor(center_crop(picture, image_size))
         except InputError:
             unreadable.append(str(picture))
         if i % 1000 == 0:
             log(f"reading images: {i:,} of {n:,}", status=True)
-    some = ", ".join(unreadable[:10]) + " ..." * (len(unreadable) > 10)
-    refuse(unreadable, f"{len(unreadable)} of {n} files cannot be read as images: {some}; replace "
-                       f"or remove them")
-    if several:
-        log(f"note: {several:,} files hold several pictures; the first of each is used")
+    refuse(unreadable, f"{len(unreadable)} of {n} files cannot be read as images: "
+                       f"{', '.join(unreadable[:10])}; replace or remove them")
     return images.to(device), torch.tensor(labels, device=device)
 
 def hold_out(labels, seed):
@@ -1288,42 +1239,21 @@ def chosen(history):
     """What was noted of the best held-out epoch; of the last, if no images are held out."""
     return min(history, key=lambda row: row.get("val_loss", -row["epoch"]))
 
-def write_file(path, content, place=None):
-    """Put bytes beside `path`, then move them there, or to where `place()` says."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")       # the process: two runs must not share it
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(place() if place else path)
-    except OSError as error:
-        raise InputError(f"{path} could not be written ({error.strerror}); what was there is "
-                         f"untouched, make room or give another --out") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
 def stamp(path):
     """Tells whether the file at `path` is the one seen before; None if there is none."""
     return (os.stat(path).st_mtime_ns, os.path.getsize(path)) if os.path.exists(path) else None
 
-def files_of(out):
-    return [Path(out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
-
-def take_place(run):
-    """Where the run is to write; what lies there is not lost. Files that are there before it are
-    renamed; if another run has since written there, this one goes on under a name of its own."""
-    there = list(filter(Path.is_file, files_of(run.out)))
-    if stamp(run.out) in (None, run.stamp) and (run.stamp or not there):
-        return run.out
-    names = (Path(run.out).with_suffix(f".{'new' if run.stamp else 'old'}{n}.pt")
-             for n in ("", *range(2, 10_000)))
-    free = next(name for name in names if not any(map(Path.exists, files_of(name))))
-    log(f"note: {run.out} was there already; it is now {free}" if not run.stamp else
-        f"note: another program has written {run.out}; this run goes on as {free}")
-    if run.stamp:
-        run.out = str(free)
-    else:
-        for file in there:
-            file.replace(free.with_suffix(file.suffix))
-    return run.out
+def make_room(run):
+    """Where the run writes: three paths. What lies there, not its own, is renamed, not lost."""
+    files = [Path(run.out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
+    there = [] if run.stamp and run.stamp == stamp(run.out) else list(filter(Path.is_file, files))
+    n = 1
+    while there and any(file.with_suffix(f".old{n}{file.suffix}").exists() for file in files):
+        n += 1
+    for file in there:
+        log(f"note: {file} was there, not of this run; it is now "
+            f"{file.replace(file.with_suffix(f'.old{n}{file.suffix}'))}")
+    return files
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
@@ -1334,17 +1264,23 @@ def save_run(run, config, data):
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
-    memory = BytesIO()
+    memory, temporary = BytesIO(), Path(f"{run.out}.{os.getpid()}.tmp")     # two runs share none
     torch.save(checkpoint, memory)
-    write_file(run.out, memory.getbuffer(), lambda: take_place(run))
-    run.stamp = stamp(run.out)
-    rows = run.history[0], *(row.values() for row in run.history)
     try:
-        text = "".join(",".join(map(str, row)) + "\n" for row in rows)
-        write_file(files_of(run.out)[1], text.encode())
-        draw_curves(run.history, files_of(run.out)[2])
-    except InputError as error:
-        log(f"note: {error}; the run goes on")
+        temporary.write_bytes(memory.getbuffer())
+        _, table, curves = make_room(run)
+        temporary.replace(run.out)
+    except OSError as error:
+        raise InputError(f"{run.out} could not be written ({error.strerror}); what was there is "
+                         f"untouched, make room or give another --out") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    run.stamp, rows = stamp(run.out), [run.history[0], *map(dict.values, run.history)]
+    try:
+        table.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+        draw_curves(run.history, curves)
+    except OSError as error:
+        log(f"note: log or curves could not be written ({error}); the run goes on")
 
 # Weights of others: of timm, DeiT and DINO, which have the names of this file, or of torchvision's
 # VisionTransformer, which has others. A model that was wrapped left a prefix.
@@ -1380,9 +1316,9 @@ def as_checkpoint(file):
 
 def load_checkpoint(path, foreign=False):
     """A checkpoint as a dict: its configurations as objects, mean and std (C, 1, 1), and its model
-    in eval mode as "net", with the weights of the best held-out epoch, if there are any. With
-    `foreign`, weights of others will do as well. The model is made on the meta device, without
-    memory, and takes over the file's tensors: whatever it declares, only what is there counts."""
+    in eval mode as "net", with the best held-out weights, if there are any. With `foreign`, weights
+    of others will do as well. The model is made on the meta device, without memory, and takes over
+    the file's tensors: whatever the file declares, only what is there counts."""
     try:
         if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"damaged at {damaged}")   # torch.load looks at no checksums
@@ -1393,24 +1329,18 @@ def load_checkpoint(path, foreign=False):
             raise ValueError(f"its format is {checkpoint.get('format')}, not 1")
         vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
         mean, std = (torch.tensor(checkpoint[name]).reshape(3, 1, 1) for name in ("mean", "std"))
-        parts = {name: rename(checkpoint[name]) for name in ("model", "best")
-                 if checkpoint.get(name)}
         with torch.device("meta"):
             net = make_model(config.model, vit).eval()
-        for weights in parts.values():                  # the best last
-            net.load_state_dict(weights, assign=True)
-        if not all(weight.isfinite().all() for weight in net.state_dict().values()):
-            raise ValueError("some of its weights are not finite")
-        if (vit.num_classes, checkpoint["epoch"]) != tuple(map(len, map(
-                checkpoint.get, ("classes", "history")))):
-            raise ValueError("its parts do not fit together")
+        for part in filter(checkpoint.get, ("model", "best")):      # the best last
+            checkpoint[part] = rename(checkpoint[part])
+            net.load_state_dict(checkpoint[part], assign=True)
     except Exception as error:          # whatever zip, pickle or the parts make of a foreign file
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, pickle.UnpicklingError):   # PyTorch's text tells how to run the code
             reason = "it holds more than tensors and plain values, or is no file of PyTorch"
         raise InputError(f"{path} is not a whole checkpoint of vit.py{' or a plain ViT' * foreign} "
                          f"({reason}); to make one: python vit.py train") from None
-    return checkpoint | dict(vit=vit, train=config, net=net, mean=mean, std=std) | parts
+    return checkpoint | dict(vit=vit, train=config, net=net, mean=mean, std=std)
 
 def restore_model(path):
     """A checkpoint and its model, in eval mode; mean and std as (C, 1, 1)."""
@@ -1440,26 +1370,23 @@ def go_on(checkpoint, run, data, config):
            "these are not the images that the checkpoint was trained on; give the same --data")
     run.model.load_state_dict(checkpoint["model"])
     run.history, run.best = checkpoint["history"], checkpoint.get("best")
-    try:
-        for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["state"]})
-            for parameter, values in optimizer.state.items():
-                torch.broadcast_tensors(parameter, *values.values())    # raises where shapes differ
-        run.scaler.load_state_dict(checkpoint["scaler"] or run.scaler.state_dict())
-    except Exception as error:          # whatever PyTorch makes of a foreign state
-        refuse(True, f"the checkpoint's optimizers do not fit its run ({error}); begin a new one")
+    for optimizer, old in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": old["state"]})
+    run.scaler.load_state_dict(checkpoint["scaler"] or run.scaler.state_dict())
     if os.path.realpath(config.out) == os.path.realpath(config.resume):
         run.stamp = stamp(config.out)
     log(f"{config.resume} goes on after epoch {len(run.history)}")
 
 def prepare(config, vit_config, checkpoint=None):
     """Load the data, make or restore the model, and say what is about to be done."""
-    device = pick_device(config.device)
+    device, (rank, count) = pick_device(config.device), processes()
     dtype = pick_precision(config.amp, device)
     join_processes(device, config.batch_size)
+    if rank > 0:
+        distributed.barrier()           # process 0 reads the data first: it may have to download
     data = load_data(config, vit_config.image_size, device)
-    if processes() != (0, 1) and processes()[0] == 0:
-        dist.barrier()                  # now the data are there for all
+    if rank == 0 and count > 1:
+        distributed.barrier()
     vit, S = replace(vit_config, num_classes=len(data.classes)), vit_config.image_size
     torch.manual_seed(config.seed)
     model = make_model(config.model, vit).to(device)
@@ -1478,9 +1405,8 @@ def prepare(config, vit_config, checkpoint=None):
     if name == "vit":
         name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
         if not 16 <= patches <= 1024:
-            flaw = "too few to attend to" if patches < 16 else "slow and take much memory"
-            usual = next(P for P in range(1, S + 1) if S % P == 0 and S // P <= 14)  # as ViT-B/16
-            log(f"warning: {patches:,} patches are {flaw}; usual here is --patch-size {usual}")
+            log(f"warning: {patches:,} patches are {'few' if patches < 16 else 'many'}; usual are "
+                f"49 to 196, by another --patch-size")
     log(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
         f"images of {S} x {S}, {len(data.classes)} classes, {len(data.held_out[1]):,} held out\n"
@@ -1496,13 +1422,8 @@ def times_uniform(values):
     mean = values.mean(dim=-1, keepdim=True)
     return values / mean.where(mean > 0, 1)
 
-def write_picture(figure, path):
-    memory = BytesIO()
-    figure.savefig(memory, format="png")
-    write_file(path, memory.getvalue())
-
 def blend(view, maps, top, side, columns=1):
-    """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: a grid (height, width, 3).
+    """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: a grid (3, height, width).
 
     The image, about `side` pixels each, is dimmed, and heat is the more opaque the hotter. The
     square root keeps weak structure visible beside one patch of 50 x uniform.
@@ -1511,46 +1432,40 @@ def blend(view, maps, top, side, columns=1):
     image = pil_to_tensor(view.resize((S, S))) / 255
     image = image * 0.25 / image.mean().clamp(min=0.25)         # a dark photograph is dark enough
     heat = F.interpolate((maps / top).sqrt()[:, None], (S, S))                  # (n, 1, S, S)
-    color = torch.from_numpy(colormaps["inferno"](heat[:, 0].numpy())[..., :3]).movedim(-1, 1)
-    return as_picture(make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns))
+    color = torch.from_numpy(cm.inferno(heat[:, 0].numpy())[..., :3]).movedim(-1, 1)
+    return make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns)
 
-def as_picture(image):
-    return image.movedim(0, -1).numpy()                         # (C, H, W) -> (H, W, C)
+def place(figure, x, y, width, height):
+    """Axes on the slide; pixels from its upper left corner."""
+    return figure.add_axes((x / 1600, 1 - (y + height) / 900, width / 1600, height / 900))
 
-def write(slide, x, y, width, text, size=14, **style):
-    """A line of text, its letters smaller where it would be wider than `width`."""
-    text = text.encode(errors="backslashreplace").decode()      # a folder's name may be no text
-    line = slide.text(x, y, text, size=size, parse_math=False, **style)
-    line.set_size(size * width / max(width, 1.06 * line.get_window_extent().width))
-
-def show(slide, x, y, width, height, image, title="", top=0):
-    """An image under its title and, if it is a map, over the scale of it: 0 to `top`."""
-    slide.imshow(image, extent=(x, x + width, y + height, y), interpolation="nearest")
-    write(slide, x, y - 8, max(width, height), title)
+def show(axes, image, title="", top=0, **options):
+    """An image (C, H, W) under its title and, if it is a map, over its scale: 0 to `top`."""
+    axes.imshow(image.movedim(0, -1).numpy(), **options)
+    axes.set_title(title, loc="left", parse_math=False)
+    axes.set(xticks=[], yticks=[])
     if top:
-        end = y + height
-        slide.imshow([range(256)], cmap="inferno", extent=(x, x + width, end + 20, end + 8))
-        for value, text, align in ((0, "0", "left"), (1, "1", "center"),
-                                   (top, f"{top:.3g} x uniform", "right")):
-            slide.text(x + width * (value / top) ** 0.5, end + 39, text, size=12, ha=align)
+        scale = cm.ScalarMappable(colors.PowerNorm(0.5, 0, top), "inferno")
+        axes.figure.colorbar(scale, cax=axes.inset_axes((0, -0.05, 1, 0.03)), ticks=[0, 1, top],
+                             orientation="horizontal", format="%.3g").minorticks_off()
 
-def draw_answer(slide, side, photo, view, truth, best, patches):
-    """The upper left: the photograph and the crop, the patches, the most probable classes."""
-    scale, two, three = side / max(photo.size), 40 + side, 60 + 2 * side
+def draw_answer(axes, photo, view, truth, best, patches):
+    """Into three axes: the photograph and the crop, the patches, the most probable classes."""
     small = photo.reduce(max(1, max(photo.size) // 400))        # 48 megapixels would take seconds
-    show(slide, 20, 90, scale * photo.width, scale * photo.height, small,
-         f"the image: {truth or f'{photo.width} x {photo.height} pixels'}")
-    x, y, edge = (scale * pixels for pixels in (*center_square(photo)[:2], min(photo.size)))
-    slide.bar(20 + x, edge, edge, 90 + y, align="edge", fill=False, edgecolor="crimson", lw=3)
-    show(slide, two, 90, side, side, view, f"the model sees {patches} x {patches} patches")
-    lines = torch.linspace(0, side, patches + 1)[1:-1].numpy()
-    slide.vlines(two + lines, 90, 90 + side, color="white", lw=0.6)
-    slide.hlines(90 + lines, two, two + side, color="white", lw=0.6)
+    show(axes[0], pil_to_tensor(small), f"the image: {truth or '%d x %d pixels' % photo.size:.24}",
+         extent=(0, photo.width, photo.height, 0))
+    x, y, r = photo.width / 2, photo.height / 2, min(photo.size) / 2
+    axes[0].plot([x - r, x + r, x + r, x - r, x - r], [y - r, y - r, y + r, y + r, y - r],
+                 color="red", lw=3, clip_on=False)
+    show(axes[1], pil_to_tensor(view), f"the model sees {patches} x {patches} patches",
+         extent=2 * (0, patches))
+    axes[1].vlines(range(1, patches), 0, patches, color="white", lw=0.6)
+    axes[1].hlines(range(1, patches), 0, patches, color="white", lw=0.6)
     for i, (name, probability) in enumerate(best):
-        y, width = 90 + side * (i + 0.4) / 5, 0.8 * side * probability
-        write(slide, three, y - 6, side, name)
-        slide.barh(y + 10, width, 20, left=three, color="tab:blue")
-        slide.text(three + width + 8, y + 16, f"{probability:.1%}", size=13)
+        axes[2].barh(i, probability, height=0.3, color="tab:blue")
+        axes[2].text(0, i - 0.25, f"{name:.24} {probability:.1%}", size=13, parse_math=False)
+    axes[2].set(xlim=(0, 1), ylim=(4.5, -0.5))
+    axes[2].axis("off")
 
 def draw_picture(path, photo, view, model, mean, std, classes, target=None, truth=""):
     """Look at an RGB PIL image through `view`, its `center_crop`; write a PNG of 1600 x 900 pixels.
@@ -1569,30 +1484,28 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
                         relevance(model, images, c)[0]])                # (3, N-1)
     L, h = heads.shape[:2]
     titles = (f"CLS attention, block {L}, all heads", f"rollout, blocks 1 to {L}",
-              f"relevance for {classes[c]:.24} ({p[c]:.0%})")
+              f"relevance for {classes[c]:.20} ({p[c]:.0%})")
     heads, maps = (times_uniform(x).reshape(-1, *model.grid) for x in (heads, maps))
     tops = [max(4, x.max().item()) for x in (maps[:2], maps[:2], maps[2], heads)]
-    cell = min(735 / L, 590 / h)        # the side of a head's map
-    start = 1580 - max(376, cell * h)   # the evidence is right of this
-    side = (start - 150) / 3
-    slide = Figure(figsize=(16, 9), dpi=100).add_axes((0, 0, 1, 1), xlim=(0, 1600), ylim=(900, 0))
-    slide.axis("off")                   # one pair of axes, in pixels, for all
-    title = f"The answer: {best[0][0]} ({best[0][1]:.0%})"
-    write(slide, 20, 52, start - 130, title, 20, weight="bold")
-    write(slide, start - 70, 52, 460, "The evidence: CLS attention", 20, weight="bold")
-    draw_answer(slide, side, photo, view, truth, best, model.grid[0])
+    figure, cell = Figure(figsize=(16, 9), dpi=100), min(735 / L, 590 / h)      # of a head's map
+    side = min(350, (1500 - cell * h) / 3)
+    axes = [place(figure, 20 + i % 3 * (side + 20), 90 + i // 3 * (side + 32), side, side)
+            for i in range(6)]
+    draw_answer(axes, photo, view, truth, best, model.grid[0])
     for i in range(3):
-        image = blend(view, maps[i:i + 1], tops[i], side)
-        show(slide, 20 + i * (side + 20), 122 + side, side, side, image, titles[i], tops[i])
-    image = blend(view, heads, tops[3], cell - 2, h)
-    show(slide, start, 90, cell * h, cell * L, image, "", tops[3])
-    for i in range(0, L, math.ceil(20 / cell)):
-        write(slide, start - 8, 95 + cell * (i + 0.5), 72, f"block {i + 1}", 12, ha="right")
-    for i in range(0, h, math.ceil(70 / cell)):
-        write(slide, start + cell * (i + 0.5), 82, 70, f"head {i + 1}", 12, ha="center")
-    write(slide, 20, 890, 1560, "1 x uniform: no preference. Attention is where information "
-          "flowed, not proof of why (Jain and Wallace 2019, 1902.10186).", 12)
-    write_picture(slide.figure, path)
+        show(axes[3 + i], blend(view, maps[i:i + 1], tops[i], side), titles[i], tops[i])
+    grid = place(figure, 1580 - cell * h, 90, cell * h, cell * L)
+    show(grid, blend(view, heads, tops[3], cell, h), "", tops[3], extent=(0, h, L, 0))
+    grid.set(xticks=[i + 0.5 for i in range(h)], xticklabels=range(1, h + 1), xlabel="head",
+             yticks=[i + 0.5 for i in range(L)], yticklabels=range(1, L + 1), ylabel="block")
+    grid.tick_params(length=0, labeltop=True, labelbottom=False)
+    grid.xaxis.set_label_position("top")
+    title = f"The answer: {best[0][0]:.30} ({best[0][1]:.0%})"
+    figure.text(0.0125, 0.95, title, size=20, weight="bold", parse_math=False)
+    figure.text(0.9875, 0.95, "The evidence: CLS attention", size=20, weight="bold", ha="right")
+    figure.text(0.0125, 0.02, "Scale: multiples of uniform attention, 1: no preference. Attention "
+                "is where information flowed, not proof of why (Jain and Wallace, 1902.10186).")
+    figure.savefig(path, format="png")
     return best
 
 def draw_learnt(path, model, images, epoch):
@@ -1600,47 +1513,44 @@ def draw_learnt(path, model, images, epoch):
     figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
     filters, positions, distances = figure.subplots(1, 3)
     E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
-    waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
-    waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
-    filters.set(title=f"filters: principal components, after {epoch} epoch{'s' * (epoch > 1)}")
     if model.config.stem == "conv":
-        filters.set(title="no single patch filters: the stem is convolutional")
+        filters.set_title("no single patch filters: the stem is convolutional")
     else:
+        waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
+        waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
         grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
-        filters.imshow(as_picture(grid))
+        show(filters, grid, f"filters: principal components, after epoch {epoch}")
+    filters.axis("off")
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     grid = make_grid((places @ places.T).reshape(-1, 1, *model.grid), nrow=model.grid[1],
                      padding=1, pad_value=torch.nan)
-    figure.colorbar(positions.imshow(grid[0].numpy(), cmap="inferno"), ax=positions, shrink=0.8)
-    positions.set(title="cosine similarity of each place with all places")
-    far = partial(attention_distance, grid=model.grid, patch_size=model.config.patch_size)
+    show(positions, grid[:1], "cosine similarity of each place with all places", cmap="inferno")
+    figure.colorbar(positions.images[0], ax=positions, shrink=0.8)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
-        reach = [far(model(image[None], return_attention=True)[1]) for image in images]
-    reach = torch.stack(reach).mean(dim=0)                              # (L, h)
+        reach = torch.stack([attention_distance(model(image[None], return_attention=True)[1],
+                                                model.grid, model.config.patch_size)
+                             for image in images]).mean(dim=0)          # (L, h)
     N, blocks = 1 + len(places), range(1, len(reach) + 1)
-    even = far([torch.ones(1, 1, N, N)]).item()
+    even = attention_distance([torch.ones(1, 1, N, N)], model.grid, model.config.patch_size).item()
     distances.plot(blocks, reach.numpy(), "o", color="tab:blue")
     distances.axhline(even, color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
                   xticks=blocks, ylim=(0, 1.5 * even or 1))
     distances.legend()
-    filters.axis("off")
-    positions.axis("off")
-    write_picture(figure, path)
+    figure.savefig(path, format="png")
 
 def draw_curves(history, path):
-    """Loss and accuracy over the epochs, a PNG."""
+    """Loss and accuracy (0 to 1) over the epochs, a PNG."""
     figure = Figure(figsize=(10, 4), dpi=100, layout="constrained")
-    for axes, what, unit in zip(figure.subplots(1, 2), ("loss", "accuracy"), ("", ", %")):
+    for axes, what in zip(figure.subplots(1, 2), ("loss", "accuracy")):
         for part in ("train", "val", "test"):
             if f"{part}_{what}" in history[0]:
-                values = [(100 if unit else 1) * row[f"{part}_{what}"] for row in history]
-                axes.plot([row["epoch"] for row in history], values, "o-", ms=3, label=part)
-        axes.set(xlabel="epoch", title=what + unit)
-        axes.locator_params(axis="x", integer=True)
+                axes.plot([row["epoch"] for row in history],
+                          [row[f"{part}_{what}"] for row in history], "o-", ms=3, label=part)
+        axes.set(xlabel="epoch", title=what)
         axes.grid(alpha=0.3)
         axes.legend()
-    write_picture(figure, path)
+    figure.savefig(path, format="png")
 
 # ---- 14. The command line ------------------------------------------------------------------------
 #
@@ -1659,7 +1569,7 @@ def add_options(group, cls):
     source = Path(__file__).read_text(encoding="utf-8")
     notes = dict(re.findall(r"^    (\w+): \w+ = .*?#\s+(.*)", source, re.M))
     for f in (f for f in fields(cls) if f.name in notes):
-        takes = dict(type=f.type, choices=LIMITS.get(f.name) if f.type is str else None)
+        takes = dict(type=f.type, choices=WORDS.get(f.name))
         if f.type is bool:
             takes = dict(action=argparse.BooleanOptionalAction)
         group.add_argument(flag(f.name), default=argparse.SUPPRESS, **takes,
@@ -1680,18 +1590,16 @@ def make_parser():
     for p in (test, look):
         p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
         p.add_argument("--data", help="where test images are (default: what it was trained on)")
-    test.add_argument("--device", default="auto", choices=LIMITS["device"])
-    look.add_argument("--image", nargs="+", action="extend", default=[],
-                      help="image files; test:7 is the eighth test image; none: what it learnt")
+    test.add_argument("--device", default="auto", choices=WORDS["device"])
+    look.add_argument("--image",
+                      help="an image file; test:7 is the eighth test image; none: what it learnt")
     look.add_argument("--target", help="the class of the relevance map (default: the likeliest)")
-    look.add_argument("--out", help="the picture, or a folder for several (default: "
-                                    "IMAGE_attention.png or learnt.png, where you are)")
+    look.add_argument("--out", help="the picture (default: IMAGE_attention.png or learnt.png)")
     return parser
 
 def check_output(path, suffix, *inputs):
     """Can a file be put at `path`? Asked before hours go into its content."""
-    folder, same = Path(path).parent, os.path.exists(path) and any(
-        os.path.samefile(path, file) for file in inputs if os.path.exists(file))
+    folder, same = Path(path).parent, os.path.realpath(path) in map(os.path.realpath, inputs)
     refuse(os.path.splitext(path)[1] != suffix or Path(path).is_dir() or not folder.is_dir()
            or not os.access(folder, os.W_OK) or same, f"--out {path} must be a {suffix} file in a "
            f"folder that can be written to, and not the same as one that is read")
@@ -1700,30 +1608,29 @@ def check_output(path, suffix, *inputs):
 # It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
 # up again, and it raises the share of strong augmentation.
 
-MAY_CHANGE = ("resume", "out", "epochs", "data", "device", "compile")
-KEPT = ("dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem")     # by --init
+MAY_CHANGE = {"resume", "out", "epochs", "data", "device", "compile"}
+KEPT = {"dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem"}     # by --init
 
 def read_options(typed):
     """Both configurations and the checkpoint to begin from, if any, from what was typed."""
-    for name, limits in LIMITS.items():
-        refuse(name in typed and isinstance(limits, tuple)                      # a NaN fails, too
-               and not limits[0] <= typed[name] <= limits[1],
-               f"{flag(name)} must lie between {limits[0]} and {limits[1]}, not {typed.get(name)}")
+    for name, value in typed.items():
+        least, most = int(name in FROM_1), 0.99 if name in SHARES else 1e9
+        refuse(not isinstance(value, str) and not least <= value <= most,       # a NaN fails, too
+               f"{flag(name)} must lie between {least} and {most:g}, not {value}")
     size = VARIANTS.get(typed.pop("variant", None), ())
-    options = dict(zip(("dim", "depth", "num_heads", "patch_size"), size)) | typed
-    start, before, what = None, {}, ""
+    typed = dict(zip(("dim", "depth", "num_heads", "patch_size"), size)) | typed
+    source, start, before, kept = typed.get("resume", typed.get("init")), None, {}, set()
     if "resume" in typed:
-        start, what = load_checkpoint(typed["resume"]), "resume goes on with the same run"
-        before = vars(start["vit"]) | vars(start["train"]) | {"out": typed["resume"]}
-        fixed = options.keys() - MAY_CHANGE
-    elif typed.get("init"):
-        start, what = load_checkpoint(typed["init"], foreign=True), "init keeps the model"
+        start, kept = load_checkpoint(source), typed.keys() - MAY_CHANGE
+        before = vars(start["vit"]) | vars(start["train"]) | {"out": source}
+    elif source:
+        start = load_checkpoint(source, foreign=True)
+        kept = typed.keys() & (KEPT if "whose" in start else KEPT | {"num_heads"})
         before = vars(start["vit"]) | FINE_TUNE
-        fixed = options.keys() & {*KEPT, "whose" in start or "num_heads"}   # others name no heads
-    other = [f"{flag(name)} is {before[name]}" for name in sorted(fixed if start else ())
-             if options[name] != before[name]]
-    refuse(other, f"--{what}, in which {', '.join(other)}; leave out what differs, or start anew")
-    options = before | options
+    other = [f"{flag(name)} is {before[name]}" for name in sorted(kept)
+             if typed[name] != before[name]]
+    refuse(other, f"in {source} {', '.join(other)}; leave out what differs, or start anew")
+    options = before | typed
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
     done, planned = (start["epoch"], before["epochs"]) if config.resume else (0, 0)
@@ -1747,13 +1654,11 @@ def run_train(typed):
         log(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         raise
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     out, row = shlex.quote(run.out), chosen(run.history)
-    if config.patience:
-        log(f"ended after epoch {len(run.history)}; the held-out loss was lowest after epoch "
-            f"{row['epoch']}, whose weights eval and viz take")
-    log(f"test accuracy {row['test_accuracy']:.2%} after epoch {row['epoch']}\n"
+    log(f"test accuracy {row['test_accuracy']:.2%} after epoch {row['epoch']}"
+        f"{', the best on held-out images' if config.patience else ''}\n"
         f"wrote {run.out}, with its log (.csv) and curves (.png)\n"
         f"next: python vit.py eval --ckpt {out}\n"
         f"      python vit.py viz --ckpt {out} --image test:0")
@@ -1780,98 +1685,60 @@ def run_eval(typed):
         if count := table[i // K, i % K].item():
             log(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
 
-def picture_name(name, out, taken):
-    """Where the picture of an image lies: `out`, or a name of its own in that folder or here."""
-    stem, n = Path(out or "", Path(name.replace(":", "_")).stem), 1
-    while not out or os.path.isdir(out) or out in taken:        # two folders may hold one name
-        out, n = f"{stem}{f'_{n}' * (n > 1)}_attention.png", n + 1
-    return out
-
-def look_at(name, out, tests, checkpoint, model, mean, std, target):
-    """Draw an image file, or one of {"test:0": (image, class), ...}, and print what it shows."""
-    refuse(name.startswith("test:") and name not in tests,
-           f"--image {name} is none of test:0 to test:{len(tests) - 1}")
-    photo, truth = tests.get(name, (Path(name), ""))
-    photo = open_image(photo) if isinstance(photo, Path) else photo
-    size, frames = model.config.image_size, photo.info.get("frames", 1)
-    if frames > 1:
-        log(f"note: {name} holds {frames} pictures; the first is used", error=True)
-    if min(photo.size) < size:
-        log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
-    best = draw_picture(out, photo, center_crop(photo, size), model, mean, std,
-                        checkpoint["classes"], target, truth)
-    log(f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\nwrote {out}")
-
 def run_viz(typed):
-    checkpoint, model, mean, std = restored = restore_model(typed["ckpt"])
-    classes, names, out = checkpoint["classes"], typed["image"], typed["out"]
+    checkpoint, model, mean, std = restore_model(typed["ckpt"])
+    classes, name, target, truth = checkpoint["classes"], typed["image"], typed["target"], ""
     refuse(checkpoint["train"].model != "vit",
            f"{typed['ckpt']} holds a CNN, which has no attention to draw; try eval")
-    target = unicodedata.normalize("NFC", typed["target"] or "")
-    refuse(target and (target not in classes or not names),
+    refuse(target and (target not in classes or name is None),
            f"--target {target} must be one of {', '.join(classes)}, with an --image")
-    refuse(names[1:] and out and not os.path.isdir(out),
-           f"--out {out} must be a folder that is there, for {len(names)} images")
-    target, tests, taken, code = classes.index(target) if target else None, {}, set(), 0
-    if not names or any(name.startswith("test:") for name in names):
-        images, known = open_split(typed["data"] or checkpoint["train"].data, "test",
-                                   model.config.image_size)
-        tests = {f"test:{i}": (image, known[label]) for i, (image, label) in enumerate(images)}
-    if not names:
-        check_output(out := out or "learnt.png", ".png", typed["ckpt"])
-        picked = torch.linspace(0, len(images) - 1, min(50, len(images))).long().tolist()
-        images, _ = decode([images[i] for i in picked], model.config.image_size, "cpu")
+    stem = "learnt" if name is None else Path(name.replace(":", "_")).stem + "_attention"
+    out, size, photo = typed["out"] or f"{stem}.png", model.config.image_size, Path(name or "")
+    check_output(out, ".png", typed["ckpt"], name or "")
+    if name is None or name.startswith("test:"):
+        tests, known = open_split(typed["data"] or checkpoint["train"].data, "test", size)
+    if name is None:
+        picked = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
+        images, _ = decode([tests[i] for i in picked], size, "cpu")
         draw_learnt(out, model, normalise(images, mean, std), checkpoint["epoch"])
-        log(f"wrote {out}")
-    if own := [name for name in names[1:] and names if name.endswith("_attention.png")]:
-        log(f"note: passed over, as pictures of other images: {', '.join(own)}", error=True)
-    for name in dict.fromkeys(name for name in names if name not in own):
-        taken.add(file := picture_name(name, out, taken))
-        try:
-            check_output(file, ".png", typed["ckpt"], *(set(names) - set(own)))
-            look_at(name, file, tests, *restored, target)
-        except InputError as error:
-            log(f"vit.py: {error}", error=True)         # the others are drawn
-            code = 2
-    return code
-
-def explain(error):
-    """An error as a sentence for the user. A fault of ours is raised again, with its traceback."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError) or re.search(     # each device says it in its own words
-            "out of memory|allocate memory|not enough memory", str(error)):
-        return "memory is full; a smaller --batch-size, --image-size or model needs less"
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-        return (f"--compile does not work here ({str(error).splitlines()[0]}); leave it out, or "
-                f"install a C++ compiler")
-    if isinstance(error, InputError):
-        return str(error)
-    raise error
+        return log(f"wrote {out}")
+    if name.startswith("test:"):
+        names = [f"test:{i}" for i in range(len(tests))]
+        refuse(name not in names, f"--image {name} is none of test:0 to {names[-1]}")
+        photo, label = tests[names.index(name)]
+        truth = known[label]
+    photo = open_image(photo) if isinstance(photo, Path) else photo
+    if min(photo.size) < size:
+        log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
+    best = draw_picture(out, photo, center_crop(photo, size), model, mean, std, classes,
+                        classes.index(target) if target else None, truth)
+    log(f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\nwrote {out}")
 
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):              # names that a terminal cannot show
-            stream.reconfigure(errors="backslashreplace")
-    warnings.filterwarnings("ignore", "Glyph .* missing")       # nor the font: it draws boxes
+    warnings.filterwarnings("ignore", module="PIL")             # of damaged EXIF data, for one
+    warnings.filterwarnings("ignore", "Glyph .* missing")       # of the font: it draws boxes
     try:
         typed = vars(make_parser().parse_args(argv))
-        run = {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")]
-        return run(typed) or 0
+        {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
+        return 0
     except KeyboardInterrupt:
         return 130
-    except SystemExit as end:                           # --help and --version end this way
+    except SystemExit as end:                           # of --help and --version
         return end.code
     except Exception as error:
-        text = f"vit.py: {' '.join(explain(error).split())}"
-        with suppress(KeyboardInterrupt):               # of several processes the first speaks, and
-            time.sleep(5 * (processes()[0] > 0))        # then torchrun ends the others
-            log(text, error=True)
+        text = " ".join(str(error).split())
+        if isinstance(error, OSError):
+            text = f"{error.filename or 'the output'}: {error.strerror}"
+        elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            text = f"--compile does not work here, leave it out ({text:.200})"
+        elif isinstance(error, MemoryError) or re.search("enough memory|of memory|allocate memory", text):
+            text = "memory is full; a smaller --batch-size, --image-size or model needs less"
+        elif not isinstance(error, InputError):
+            raise                                       # a fault of ours keeps its traceback
+        time.sleep(5 * (processes()[0] > 0))            # of several processes the first speaks, and
+        log(f"vit.py: {text}", error=True)              # then torchrun ends the others
         return 2
 
 if __name__ == "__main__":
-    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # as Ctrl-C: a time
-        if signal.getsignal(number) == signal.SIG_DFL:  # limit, a closed terminal; nohup ignores it
-            signal.signal(number, signal.default_int_handler)
     sys.exit(main())
