@@ -4,7 +4,7 @@ Each test holds it against something that knows the answer independently: torchv
 PyTorch's attention, numbers by hand, a property that holds whatever the weights are. They run offline, without a GPU.
 """
 
-import ast, csv, itertools, math, os, pickle, re, shlex, shutil, signal, subprocess, sys, time
+import ast, csv, itertools, math, os, pickle, re, shlex, shutil, subprocess, sys
 from pathlib import Path
 
 import numpy as np
@@ -48,13 +48,16 @@ def cli(*commands):
     assert not any(codes[:-1])
     return codes[-1]
 
-def random_model(seed=0, **options):
-    """A model in eval mode with every parameter random, so that no zero or one hides an error."""
-    model, generator = vit.ViT(vit.ViTConfig(**(SMALL | options))).eval(), torch.Generator().manual_seed(seed)
-    model.load_state_dict(model.state_dict() | {
-        name: 0.2 * torch.randn(p.shape, generator=generator) + bool(re.search("norm.*weight", name))
-        for name, p in model.named_parameters() if p.requires_grad})
-    return model
+def randomise(model, seed=0, scale=0.2):
+    """In eval mode, with every parameter random, so that no zero or one hides an error."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.data = scale * torch.randn(p.shape, generator=generator) + bool(re.search("(norm|ln).*weight", name))
+    return model.eval()
+
+def random_model(**options):
+    return randomise(vit.ViT(vit.ViTConfig(**(SMALL | options))))
 
 def random_images(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -470,16 +473,6 @@ def four_steps(weights, step):
         step()
     return weights
 
-def test_muon_is_the_plain_loop():
-    """Tall, wide, square, square in another group, and three stacked ones; and one at rest."""
-    ours, plain, means = ([k * W for W in MATRICES] for k in (1, 1, 0))
-    options, idle = [(0.1, 0.5, 1)] * 3 + [(0.03, 0.0, 1), (0.1, 0.5, 3)], torch.ones(24, 24)
-    muon = vit.Muon([{"params": [W], "lr": lr, "weight_decay": decay, "chunks": [parts]}
-                     for W, (lr, decay, parts) in zip([*ours, idle], [*options, options[0]])])
-    four_steps(plain, lambda: [plain_muon(W, W.grad, mean, *option) for W, mean, option in zip(plain, means, options)])
-    assert_close(four_steps(ours, muon.step), plain, **CLOSE)
-    assert torch.equal(idle, torch.ones(24, 24))
-
 @pytest.mark.skipif(not getattr(torch.optim, "Muon", None), reason="this PyTorch has no Muon")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_is_pytorchs(dtype):
@@ -807,17 +800,10 @@ def begin(file, size):
     run.model.head = net.head
     return run.model.eval(), data
 
-def randomised(model):
-    """Random numbers for every weight, so that no zero hides an error."""
-    torch.manual_seed(3)
-    for name, p in model.named_parameters():
-        p.data = 0.1 * torch.randn(p.shape) + bool(re.search(r"(norm|ln).*weight", name))
-    return model.eval()
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_weights_of_torchvision(capsys, legacy):
     """Logits equal, from a zip or an old file; sizes, mean and std are its own; another grid is resized."""
-    theirs, images = randomised(VisionTransformer(16, 4, 2, 1, 64, 128, num_classes=10)), random_images(2, 3, 16, 16)
+    theirs, images = randomise(VisionTransformer(16, 4, 2, 1, 64, 128, num_classes=10), scale=0.1), random_images(2, 3, 16, 16)
     weights = {f"module.{name}": weight for name, weight in theirs.state_dict().items()}
     file = {"state_dict": weights} | ({} if legacy else {"mean": [0.5] * 3, "std": [0.4] * 3})
     torch.save(file, "x.pth", _use_new_zipfile_serialization=not legacy)
@@ -835,7 +821,7 @@ def test_weights_of_torchvision(capsys, legacy):
                                         ("vit_tiny_patch16_224", 160), ("deit_small_patch16_224", 256)])
 def test_weights_of_timm(name, size):
     """Random ones, without a network; for another size against timm's own resampling."""
-    theirs = randomised(pytest.importorskip("timm").create_model(name, num_classes=10))
+    theirs = randomise(pytest.importorskip("timm").create_model(name, num_classes=10), scale=0.1)
     torch.save({"model": theirs.state_dict()}, "x.pth")
     if size != 224:
         theirs.set_input_size(img_size=size)

@@ -24,11 +24,10 @@ Commands (each has --help):
 Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (section 7).
 
   98.7 %   python vit.py train --data shapes --epochs 5       2 minutes, two cores
-  84.7 %   python vit.py train --data DIR --epochs 25       141 minutes, one core; DIR: CIFAR-10 as
-                                                            JPEG files, and Muon from PyTorch
+  88.7 %   python vit.py train --data DIR --epochs 25       116 minutes, one core; DIR: CIFAR-10
 
-Left out, to stay readable: worker processes, other architectures and tasks. Where the model departs
-from the paper, a comment begins with "paper:"; the recipe is a later one throughout.
+Left out, to stay readable: worker processes, other models and tasks. A comment that begins with
+"paper:" says where the model departs from the paper; the recipe is a later one throughout.
 """
 
 # ================================ Part I: the lesson ==============================================
@@ -318,8 +317,8 @@ def sincos_positions(rows, cols, dim):
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
 # That is `--pos-embed learned`: what a place means is left to the data. There are three others.
-# `sine` keeps the waves fixed. `none` leaves the heap a heap. `rope` (2104.09864) adds nothing to a
-# token either. It takes the numbers of a query or key in pairs, points in a plane, and turns each
+# `sine` keeps the waves fixed. `none` leaves the heap a heap. `rope` (2104.09864) adds nothing
+# either. It takes the numbers of a query or key in pairs, points in a plane, and turns each
 # about 0: half of the pairs by the angle f r in row r, the others by f c in column c. Turn a query
 # by f r and a key by f s: their dot product is as if the query alone were turned by f (r - s). So
 # the score of two patches hangs on what they hold and on their offset alone. This suits images: the
@@ -435,8 +434,7 @@ class ViT(nn.Module):
 #     the default, 32/4       65   192       28.8 M      1.6 M      30.4 M          0.18 G
 #     ViT-B, 224/16          197   768     1394.3 M     59.6 M    1454.0 M          17.4 G
 #
-# So at these sizes the N^2 of attention is a small part. With one token a pixel, 2N^2 D alone would
-# be 3,867 G in each block of ViT-B.
+# So at these sizes the N^2 of attention is a small part.
 #
 # Its parameters: 4D^2 in the attention of a block and 8D^2 in its MLP, about 12 L D^2 in all. So
 # twice the depth is twice the parameters and twice the cost; twice the width, four times as much.
@@ -450,9 +448,8 @@ class ViT(nn.Module):
 # learned. With hundreds of millions of images that freedom wins (paper, figure 3). With fifty
 # thousand we state the assumptions in another form: altered copies of each image, next.
 #
-# To see what the CNN's assumptions are worth, the same loop also trains one, ResNet-18
-# (1512.03385), by AdamW alone (`--model resnet18`). After 5 epochs it names 83 % of the test images
-# rightly, the ViT 75 % (CIFAR-10 as JPEG files).
+# To see what those assumptions are worth, the same loop also trains a CNN, ResNet-18 (1512.03385),
+# by AdamW alone (`--model resnet18`): 83 % after 5 epochs of CIFAR-10 as JPEG files, the ViT 75 %.
 
 # ---- 6. Altered copies ---------------------------------------------------------------------------
 #
@@ -777,14 +774,12 @@ def evaluate(model, data, dtype, batch_size, part=()):
 # gradient of the whole batch, and the copies of the model stay equal. The order of the images must
 # be the same in all processes: else an epoch would show some images twice and others never. The
 # random numbers after it must differ: else all shares would be shifted, flipped and dropped alike.
-# (`processes` in section 10 says which of how many this one is: 0 of 1 without torchrun.)
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
     epoch, device, B = len(run.history), data.images.device, config.batch_size
-    rank, count = processes()
-    seed = config.seed + 1_000_003 * (epoch + 1)                # + 1: `seed` drew the weights
-    torch.manual_seed(seed)
+    rank, count = processes()           # which of how many this one is; 0 of 1 without torchrun
+    torch.manual_seed(seed := config.seed + 1_000_003 * (epoch + 1))  # + 1: `seed` drew the weights
     order = torch.randperm(len(data.images), device=device)
     if rank:
         torch.manual_seed(seed + rank)
@@ -1732,7 +1727,7 @@ def main(argv=None):
             text = f"{error.filename or 'the output'}: {error.strerror}"
         elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
             text = f"--compile does not work here, leave it out ({text:.200})"
-        elif isinstance(error, MemoryError) or re.search("enough memory|of memory|allocate memory", text):
+        elif isinstance(error, MemoryError) or re.search("(enough|of|allocate) memory", text):
             text = "memory is full; a smaller --batch-size, --image-size or model needs less"
         elif not isinstance(error, InputError):
             raise                                       # a fault of ours keeps its traceback
