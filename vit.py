@@ -1442,7 +1442,7 @@ def show(axes, image, title="", top=0, **options):
     if top:
         scale = cm.ScalarMappable(colors.PowerNorm(0.5, 0, top), "inferno")
         axes.figure.colorbar(scale, cax=axes.inset_axes((0, -0.05, 1, 0.03)), ticks=[0, 1, top],
-                             orientation="horizontal", format="%.3g").minorticks_off()
+                             orientation="horizontal", format="%.2g").minorticks_off()
 
 def draw_answer(axes, photo, view, truth, best, patches):
     """Into three axes: the photograph and the crop, the patches, the most probable classes."""
