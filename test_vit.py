@@ -25,7 +25,8 @@ SOURCE, README = (HERE / "vit.py").read_text(), (HERE / "README.md").read_text()
 SMALL = dict(image_size=16, patch_size=4, dim=32, depth=2, num_heads=2)
 SHAPES = "train --data shapes --image-size 16 --dim 32 --depth 2 --num-heads 2 --batch-size 16 --device cpu"
 vit.SHAPE_COUNTS.update(train=64, test=20)
-CLOSE, CPU, NO_SCALER = dict(atol=1e-5, rtol=1e-5), torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+CLOSE, EXACT = dict(atol=1e-5, rtol=1e-5), dict(atol=0, rtol=0)
+CPU, NO_SCALER = torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)
 torch.set_num_threads(1)         # the models here are small: two threads would only wait
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full, /proc or setrlimit")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -114,14 +115,10 @@ def test_logits_equal_torchvision(size, patch, dim, depth, heads, ratio):
     both = dict(image_size=size, patch_size=patch, num_classes=7)
     ours = random_model(**both, dim=dim, depth=depth, num_heads=heads, mlp_ratio=ratio)
     theirs = VisionTransformer(**both, num_layers=depth, num_heads=heads, hidden_dim=dim, mlp_dim=int(dim * ratio))
-    state, rename = ours.state_dict(), {
-        r"^patch_embed\.proj\.": "conv_proj.", r"^cls_token$": "class_token", r"^pos_embed$": "encoder.pos_embedding",
-        r"^blocks\.": "encoder.layers.encoder_layer_", r"\.norm1\.": ".ln_1.", r"\.norm2\.": ".ln_2.",
-        r"\.attn\.qkv\.": ".self_attention.in_proj_", r"\.attn\.proj\.": ".self_attention.out_proj.",
-        r"mlp\.fc1": "mlp.0", r"mlp\.fc2": "mlp.3", r"^norm\.": "encoder.ln.", r"^head\.": "heads.head."}
-    for old, new in rename.items():
-        state = {re.sub(old, new, name): value for name, value in state.items()}
-    theirs.load_state_dict(state)
+    names = {re.sub(r"\.\d+", "", name.removesuffix(".weight").removesuffix(".bias")) for name in ours.state_dict()}
+    assert names == {"cls_token", "pos_embed", "patch_embed.proj", "norm", "head", *(f"blocks.{part}" for part in (
+        "norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"))}
+    ours.load_state_dict(vit.rename(randomise(theirs).state_dict()))
     a, b = (model.eval()(random_images(2, 3, size, size)) for model in (ours, theirs))
     assert_close(a, b, **CLOSE)
     assert b.std() > 0.1                    # random enough to tell
@@ -699,7 +696,7 @@ def test_a_killed_run_resumes_exactly(monkeypatch):
     assert cli("train --resume cut.pt") == 0
     whole, cut = (vit.load_checkpoint(name) for name in ("whole.pt", "cut.pt"))
     assert whole["epoch"] == cut["epoch"] == 4 and whole["scaler"] == cut["scaler"] != {}
-    assert_close(*([run["model"], *(o["state"] for o in run["optimizers"])] for run in (whole, cut)), atol=0, rtol=0)
+    assert_close(*([run["model"], *(o["state"] for o in run["optimizers"])] for run in (whole, cut)), **EXACT)
     for a, b in zip(whole["history"], cut["history"], strict=True):
         assert all(a[key] == b[key] for key in a if "second" not in key)
     rows = list(csv.DictReader(Path("cut.csv").read_text().splitlines()))           # the log goes on as well
@@ -730,21 +727,29 @@ def test_a_full_disk_and_a_full_memory(monkeypatch, capsys):
 @pytest.mark.parametrize("part, value, says", [
     ("vit", {"dim": 64}, "size mismatch"), ("vit", {"depth": 256, "dim": 16384, "num_heads": 1}, "Missing key"),
     ("vit", {"dim": "32"}, ""), ("vit", {"width": 3}, ""), ("train", {"model": "resnet18"}, "Missing key"),
-    ("model", {"tail": torch.zeros(1)}, "tail"),
-    ("format", 2, "format is 2"), ("format", None, "None"), ("mean", [0.5], "invalid")])
-def test_a_checkpoint_whose_parts_do_not_fit(trained, capsys, part, value, says):
-    """Refused before a model is built, however large the sizes that it declares."""
-    if isinstance(value, dict):
-        value = torch.load(trained, weights_only=True)[part] | value
-    altered(trained, "x.pt", **{part: value})
-    assert cli("train --resume x.pt --epochs 2") == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1 and "x.pt is not a whole" in error
+    ("format", 2, "format is 2"), ("format", None, "None"), ("mean", [0.5], "invalid"),
+    *(("model", {name: value}, says) for name, value, says in (     # and what --init cannot read
+        ("blocks.0.ls1.gamma", torch.ones(32), "ls1.gamma"), ("dist_token", torch.ones(1, 1, 32), "dist_token"),
+        ("reg_token", torch.ones(1, 4, 32), "reg_token"), ("head.mlp.0.weight", torch.ones(2, 32), "head.mlp.0"),
+        ("patch_embed.proj.weight", torch.ones(32, 1, 4, 4), "32, 1, 4, 4"), ("norm.weight", None, "norm.weight"),
+        ("pos_embed", torch.ones(1, 15, 32), "pos_embed"), ("mask_token", PAYLOAD, "more than tensors"),
+        ("patch_embed.proj.weight", None, "patch_embed.proj")))])
+def test_a_file_whose_parts_do_not_fit(trained, capsys, part, value, says):
+    """Refused before a model is built, however large the sizes that it declares: a checkpoint, and bare weights."""
+    file = torch.load(trained, weights_only=True)
+    file[part] = file[part] | value if isinstance(value, dict) else value
+    file["model"] = {name: weight for name, weight in file["model"].items() if weight is not None}
+    for option, content in (("--resume", file), ("--init", file["model"]))[:1 + (part == "model")]:
+        torch.save(content, "x.pt")
+        assert cli(f"train --data shapes --epochs 2 {option} x.pt") == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1 and "x.pt is not a whole" in error
+    assert not Path("was-run").exists()
 
 def test_a_wrapped_model_is_accepted_and_a_damaged_one_runs_no_code(trained):
     weights = torch.load(trained, weights_only=True)["model"]
     altered(trained, "x.pt", model={"module._orig_mod." + name: weight for name, weight in weights.items()})
-    assert_close(dict(vit.restore_model("x.pt")[1].state_dict()), dict(weights), atol=0, rtol=0)
+    assert_close(dict(vit.restore_model("x.pt")[1].state_dict()), dict(weights), **EXACT)
     torch.load(altered(trained, "x.pt", classes=PAYLOAD), weights_only=False)["classes"].close()
     Path("was-run").unlink()                            # so the payload is live
     whole, middle = trained.read_bytes(), trained.stat().st_size // 2
@@ -788,8 +793,6 @@ def test_two_processes_are_one(monkeypatch, capsys):
     assert cli(f"{SHAPES} --epochs 1") == 2 and "16 does not divide by 3 processes" in capsys.readouterr().err
 
 # ---- Beginning from other weights -----------------------------------------------------------------
-EXACT = dict(atol=0, rtol=0)
-
 def begin(file, size):
     """The model of a run that begins from a file, before its first step, with the head of the file."""
     typed = dict(data="shapes", batch_size=16, device="cpu", init=file, image_size=size)
@@ -828,19 +831,6 @@ def test_weights_of_timm(name, size):
     with torch.no_grad():
         images = random_images(2, 3, size, size)
         assert_close(begin("x.pth", size)[0](images), theirs(images), atol=1e-4, rtol=1e-4)
-
-@pytest.mark.parametrize("name, value, says", [
-    ("blocks.0.ls1.gamma", torch.ones(64), "ls1.gamma"), ("dist_token", torch.ones(1, 1, 64), "dist_token"),
-    ("reg_token", torch.ones(1, 4, 64), "reg_token"), ("head.mlp.0.weight", torch.ones(2, 64), "head.mlp.0"),
-    ("patch_embed.proj.weight", torch.ones(64, 1, 4, 4), "64, 1, 4, 4"), ("norm.weight", None, "norm.weight"),
-    ("pos_embed", torch.ones(1, 15, 64), "pos_embed"), ("patch_embed.proj.weight", None, "patch_embed.proj"),
-    ("mask_token", PAYLOAD, "more than tensors")])
-def test_weights_that_do_not_fit(capsys, name, value, says):
-    weights = random_model(dim=64).state_dict() | {name: value}
-    torch.save({key: weight for key, weight in weights.items() if weight is not None}, "x.pth")
-    assert cli("train --data shapes --init x.pth") == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1 and "x.pth" in error and not Path("was-run").exists()
 
 def whole_and_cut(command, monkeypatch):
     """The checkpoints of a run of three epochs, and of the same run, stopped after two and resumed."""
@@ -883,7 +873,7 @@ def test_rates_by_layer(optimizer):
 
 def test_held_out_images_end_a_run(monkeypatch, capsys):
     """eval and viz take the best weights, resume goes on from the last; test images choose nothing."""
-    vit.SHAPE_COUNTS["train"] = 200
+    monkeypatch.setitem(vit.SHAPE_COUNTS, "train", 200)
     losses, seen = iter([3.0, 2.0, 2.5, 2.1, 2.2, 2.3]), []
 
     def evaluate(model, data, dtype, batch_size, part=()):
