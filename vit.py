@@ -11,7 +11,7 @@ The idea in six steps, after Dosovitskiy et al., "An Image is Worth 16x16 Words"
   6. Ask it where it looked.                                                         Section 9
 
 That is Part I, the lesson. Part II, the workshop, makes it usable: 10 options, 11 images and data
-sets, 12 checkpoints, 13 pictures, 14 the command line. To change the model, skip it.
+sets, 12 checkpoints, 13 pictures, 14 the command line. To change the model, Part I is enough.
 
 Commands (each has --help):
 
@@ -44,7 +44,7 @@ Left out, to stay readable: worker processes, other models and tasks. A comment 
 #   P  side of a patch, pixels       K  classes
 #   n  images in a data set          l  a block, 1 to L
 #
-# The one more is the class token, which belongs to no patch; so the patches alone are N-1.
+# The extra one is the class token, which belongs to no patch; so the patches alone are N-1.
 # paper: its N counts the patches only.
 
 import math, time
@@ -113,10 +113,10 @@ class ViTConfig:
 #
 # E learns every edge anew for each place it can have in a patch. `--stem conv` (2106.14881) takes
 # small steps instead: 3 x 3 convolutions of stride 2, each of which halves the image, until a patch
-# is one place; then E, now 1 x 1, to the same grid of tokens. For the first few pixels this buys
+# is one place; then E, now 1 x 1, gives the same grid of tokens. For the first few pixels it buys
 # back what a CNN assumes (end of section 5): what is near belongs together, and an edge is an edge
 # wherever it lies. The price: 7 % more weights and work in the default model, no E to look at, a
-# token that sees a little more than its patch, and images that meet in BatchNorm while training.
+# token that sees more than its patch, and BatchNorm: in training an image depends on its batch.
 # paper: its hybrid takes the tokens from a ResNet.
 
 class PatchEmbed(nn.Module):
@@ -171,11 +171,11 @@ class PatchEmbed(nn.Module):
 #
 # Why several heads? One softmax gives one mean: it can look at the left ear and at the tail, but
 # mixes what it finds. So q, k and v are cut into h pieces of d = D / h numbers, each with a softmax
-# of its own, and `proj` mixes what they found (eq. 8). This takes no more multiplications than one
-# head of width D.
+# of its own, and `proj` mixes what they found (eq. 8). Apart from `proj`, this takes no more
+# multiplications than one head of width D.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
-# (`rotate` is one of the ways to tell; it comes in section 5.)
+# (`rotate` is one way to tell the model where; it comes in section 5.)
 #
 # Dropout sets a random share of numbers to 0 in training and scales up the rest, so that nothing
 # hangs on a single one.
@@ -192,9 +192,9 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, return_attention=False, fused=None, rotate=None):
-        """Returns the output and the softmax weights, before dropout; None from the fused kernel,
-        which never stores them. By default it is used on CUDA, where it is much faster, when they
-        are not asked for."""
+        """Returns the output and the softmax weights, before dropout. The fused kernel stores no
+        weights: it returns None for them. It is much faster on CUDA, and the default there unless
+        `return_attention` asks for them."""
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # each (B, h, N, d)
@@ -247,7 +247,7 @@ class MLP(nn.Module):
 #     x <- x + attention(norm1(x)),      x <- x + mlp(norm2(x))
 #
 # Each plus is a residual connection: a branch need only learn a correction. The sum grows with
-# every block; the norm at the start of each branch still gives it numbers of one size.
+# every block; the norm at the start of each branch still hands the branch numbers of one size.
 #
 # This order is called pre-norm. The first Transformer had post-norm, x <- norm(x + attention(x)).
 # Follow a gradient back from the end. In pre-norm it has a direct path, through the pluses alone,
@@ -361,7 +361,7 @@ def resize_positions(pos_embed, grid, rows, cols):
 #   attn.proj, fc2     0: they end the two branches, so every block begins as the identity; they
 #                      learn all the same, as their inputs are not 0
 #   head               deviation 0.02, so small that all classes begin about equally likely
-#   cls_token          0.02, small beside the patches: it has nothing to say before it has read them
+#   cls_token          0.02, small beside the patches: what it reads soon outweighs it in the sum
 #   pos_embed          the waves: sin and cos have deviation sqrt(1/2) = 0.71, halved 0.35, about a
 #                      third of the patches; 0 for the class token, and for all in `rope` and `none`
 #
@@ -430,7 +430,7 @@ class ViT(nn.Module):
 # What it costs. In multiply-adds, a block needs 3ND^2 for q, k and v, N^2 D for the scores, N^2 D
 # for the means, ND^2 for `proj` and 8ND^2 for an MLP of ratio 4: together 12ND^2 + 2N^2 D.
 #
-#                              N     D       12ND^2     2N^2 D     a block    all L blocks
+#     (side / patch)           N     D       12ND^2     2N^2 D     a block    all L blocks
 #     the default, 32/4       65   192       28.8 M      1.6 M      30.4 M          0.18 G
 #     ViT-B, 224/16          197   768     1394.3 M     59.6 M    1454.0 M          17.4 G
 #
@@ -443,8 +443,8 @@ class ViT(nn.Module):
 # Why a ViT needs more data than a CNN. A CNN has two assumptions about images built in (its
 # inductive bias): what matters is near (locality), and it looks the same wherever it lies (weight
 # sharing). What one of its numbers can see of the image, its receptive field, grows layer by layer.
-# A ViT assumes less: how patches are cut, that the same weights treat each of them, and, by the
-# waves above, which are near. Any patch may look at any other; which of them are worth it must be
+# A ViT assumes less: how patches are cut, that the same weights treat each of them, and which are
+# near (the waves above). Any patch may look at any other; which of them are worth it must be
 # learned. With hundreds of millions of images that freedom wins (paper, figure 3). With fifty
 # thousand we state the assumptions in another form: altered copies of each image, next.
 #
@@ -454,7 +454,7 @@ class ViT(nn.Module):
 # ---- 6. Altered copies ---------------------------------------------------------------------------
 #
 # All images of a data set lie in two uint8 tensors, for training and test, on the device that
-# trains; CIFAR-10 takes 184 MB. A batch is an index into the first and is altered there as well: no
+# trains; CIFAR-10 takes 184 MB. A batch is drawn from the first and altered on that device: no
 # worker processes to wait for, and one seed draws all that is random. Section 11 fills `Data`.
 
 @dataclass
@@ -550,18 +550,18 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
 # the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
-# as well: G = U S V^T becomes U V^T, where V holds the directions that come in, U those that go
-# out, S by how much each is stretched (the singular value decomposition). To compute U, S and V at
-# each step would be slow. But a polynomial of the matrix acts on S alone:
+# as well: G = U S V^T (as PyTorch stores it, outputs x inputs) becomes U V^T. V holds directions
+# that come in, U those that go out, S how far each is stretched (singular value decomposition). To
+# compute these at each step would be slow. But a polynomial of the matrix acts on S alone:
 #
 #     X <- a X + b (X X^T) X + c (X X^T)^2 X      takes each s to      a s + b s^3 + c s^5
 #
 # First X is divided by the root of the sum of its squares, so that no s is above 1. Five rounds
 # with the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough.
 #
-# G is not the last gradient but its running mean, pushed a little ahead (Nesterov). A tall matrix,
-# with more rows than columns, gets a step sqrt(rows / columns) times as long. The numbers in a step
-# are about 1 / sqrt(D), where AdamW's are nearer to 1, so Muon's rate is larger.
+# G is not the last gradient but its running mean, pushed a little ahead (Nesterov). A tall matrix
+# (rows > columns) has its numbers spread thinner: its step is sqrt(rows / columns) times as long.
+# The numbers in a step are about 1 / sqrt(D), AdamW's nearer to 1, so Muon's rate is the larger.
 #
 # A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do
 # `patch_embed` and `head`, which do better there in practice. Muon gets the blocks' matrices.
@@ -679,7 +679,7 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
 #
 # Clipping. Now and then a batch has a gradient many times longer than usual, and it would rule the
 # running means of both optimizers for many steps. So the gradient of all parameters together is
-# shortened to `clip` where it is longer; the scaler's factor must come off first.
+# shortened to `clip` where it is longer; the scaler's factor must come off first, or all would be.
 #
 # Two optimizers and one scaler. The scaler notes for each optimizer whether its own gradients were
 # finite, and would let the other step. But clipping divides all gradients by one length: a single
@@ -760,16 +760,16 @@ def evaluate(model, data, dtype, batch_size, part=()):
 # cut off while the rate is high. A run of as many `--epochs` as it took, on all images, is better.
 
 # Now the epoch. A `Run` (section 12) holds what changes while training: model, optimizers, scaler,
-# and the history, a dict of figures for each epoch. The random numbers depend on the seed and on
-# the epoch alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway.
+# and the history, a dict of figures for each epoch. The random numbers depend on seed, epoch and
+# process alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway.
 #
 # On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
 # read twice a second and not at every step. Each reading is also a check: once the loss is infinite
 # or no number, all further steps are wasted. `log` (section 10) prints the status line, which stays
 # on the screen at step 21, to tell early how long the run will take.
 #
-# Several GPUs. Started by `torchrun --nproc-per-node N`, N processes run this file. Each has the
-# whole model on a device of its own, and every N-th image of a batch. DistributedDataParallel
+# Several GPUs. Started by `torchrun --nproc-per-node M`, M processes run this file. Each has the
+# whole model on a device of its own, and every M-th image of a batch. DistributedDataParallel
 # averages the gradients over the processes during `backward`: as the shares are equal, that is the
 # gradient of the whole batch, and the copies of the model stay equal. The order of the images must
 # be the same in all processes: else an epoch would show some images twice and others never. The
@@ -817,7 +817,7 @@ def train_epoch(run, data, config, dtype):
             refuse(not math.isfinite(mean_loss),
                    f"the training loss is {mean_loss} at step {step}; {ADVICE}")
             log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
-                f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # the last group's: Muon's
+                f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # Muon's, if it is used
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", status=step != 20)
     return mean_loss, accuracy, B / pace
 
@@ -930,7 +930,7 @@ def relevance(model, images, target):
 
 # What no such map can prove is why the model answered as it did (Jain and Wallace, 1902.10186).
 # Take two heads that put all their attention on one patch. One adds the value found there to the
-# class token, the other subtracts it: both maps are hot, and the patch has no effect on any logit.
+# class token, the other subtracts it: both maps are high there, yet the patch moves no logit.
 # Or take a patch of sky in which an earlier block stored what it found elsewhere: where something
 # is read is not always where it was seen. A map suggests a question. To answer it, change the image
 # there and look at the logits.
