@@ -80,7 +80,7 @@ class ViTConfig:
     num_heads: int = 3          # attention heads h in a block
     mlp_ratio: float = 4.0      # hidden width of the MLP / dim
     dropout: float = 0.0        # share of numbers set to 0 in training
-    drop_path: float = 0.0      # share of branches left out in training, rising from 0 to this
+    drop_path: float = 0.0      # share of branches (section 4) left out, rising from 0 to this
     pos_embed: str = "learned"  # how places are told apart: learned, sine, rope or none (section 5)
     stem: str = "patch"         # patch: tokens by one matrix; conv: by convolutions (section 2)
 
@@ -1008,7 +1008,7 @@ def log(text, status=False, error=False):
     """Print a line; a status on terminals only, where the next line overwrites it. Of several
     processes the first prints, and errors all."""
     stream = sys.stderr if error else sys.stdout
-    width = shutil.get_terminal_size().columns - 1 if stream.isatty() else 0
+    width = shutil.get_terminal_size().columns - 1 if stream and stream.isatty() else 0
     if error or processes()[0] == 0:
         wipe = "\r" + " " * width + "\r" if width else ""       # old consoles know no escapes
         print(wipe + (text[:width] if status else text + "\n"), end="", file=stream, flush=True)
@@ -1130,7 +1130,7 @@ def open_folder(data, split):
     if not part and split != "train":
         some = "all images are" if split == "any" else "every fifth image of a class is"
         log(f"note: {data} has no train and test; {some} for the test")
-    if others:
+    if others and (part or split != "train"):      # once, if both parts are of one folder
         log(f"note: skipped in {part or data}, as no images that can be opened: {len(others):,} "
             f"({', '.join(sorted(set(others))[:5])})")
     return classes
@@ -1312,8 +1312,7 @@ def as_checkpoint(file):
 def load_checkpoint(path, foreign=False):
     """A checkpoint as a dict: its configurations as objects, mean and std (C, 1, 1), and its model
     in eval mode as "net", with the best held-out weights, if there are any. With `foreign`, weights
-    of others will do as well. The model is made on the meta device, without memory, and takes over
-    the file's tensors: whatever the file declares, only what is there counts."""
+    of others will do as well. The model is made without memory, and takes over their tensors."""
     try:
         if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"damaged at {damaged}")   # torch.load looks at no checksums
@@ -1324,7 +1323,7 @@ def load_checkpoint(path, foreign=False):
             raise ValueError(f"its format is {checkpoint.get('format')}, not 1")
         vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
         mean, std = (torch.tensor(checkpoint[name]).reshape(3, 1, 1) for name in ("mean", "std"))
-        with torch.device("meta"):
+        with torch.device("meta"):      # shapes alone
             net = make_model(config.model, vit).eval()
         for part in filter(checkpoint.get, ("model", "best")):      # the best last
             checkpoint[part] = rename(checkpoint[part])
@@ -1600,8 +1599,7 @@ def check_output(path, suffix, *inputs):
            f"folder that can be written to, and not the same as one that is read")
 
 # A resumed run is the same run: only where things lie, what computes it, and its length may change.
-# It may grow longer. That stretches the schedule, so after a finished run the learning rate jumps
-# up again, and it raises the share of strong augmentation.
+# More epochs stretch the schedule: after a finished run the learning rate jumps up again.
 
 MAY_CHANGE = {"resume", "out", "epochs", "data", "device", "compile"}
 KEPT = {"dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem"}     # by --init
@@ -1702,6 +1700,7 @@ def run_viz(typed):
         refuse(name not in names, f"--image {name} is none of test:0 to {names[-1]}")
         photo, label = tests[names.index(name)]
         truth = known[label]
+        check_output(out, ".png", str(photo))         # a file, if the data are a folder
     photo = open_image(photo) if isinstance(photo, Path) else photo
     if min(photo.size) < size:
         log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
@@ -1736,4 +1735,6 @@ def main(argv=None):
         return 2
 
 if __name__ == "__main__":
+    if sys.stdout:          # not closed: letters that it cannot show become codes, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())
