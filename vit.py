@@ -952,6 +952,7 @@ def attention_distance(attention, grid, patch_size):
 # ---- 10. Options ---------------------------------------------------------------------------------
 
 import argparse, os, pickle, re, shlex, shutil, sys, warnings, zipfile
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from io import BytesIO
 from pathlib import Path
@@ -959,9 +960,7 @@ from pathlib import Path
 from matplotlib import cm, colors
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from torchvision.datasets import CIFAR10
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.models import resnet18
+from torchvision import datasets, models
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
@@ -977,8 +976,8 @@ class TrainConfig(Recipe):
     amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
 
-# The help text of an option is the comment at its field. Some are words of a list. Numbers lie
-# between 0 and a billion, but sizes begin at 1, and a share must leave something:
+# Some options are words of a list. Numbers lie between 0 and a billion; but sizes begin at 1, and a
+# share must leave something:
 
 WORDS = {"optimizer": ["muon", "adamw"], "pos_embed": ["learned", "sine", "rope", "none"],
          "stem": ["patch", "conv"], "model": ["vit", "resnet18"],
@@ -986,15 +985,10 @@ WORDS = {"optimizer": ["muon", "adamw"], "pos_embed": ["learned", "sine", "rope"
 FROM_1 = ("image_size", "patch_size", "dim", "depth", "num_heads", "epochs", "batch_size")
 SHARES = ("dropout", "drop_path", "warmup", "label_smoothing")
 
-# The sizes that have names; parameters for 1,000 classes and 224 x 224 pixels, but for `cifar`.
+# The sizes that have names: dim, depth, num_heads, patch_size.
 
-VARIANTS = {
-    #         dim  depth  heads  patch      parameters
-    "cifar": (192,    6,     3,     4),   #  2,693,578
-    "Ti/16": (192,   12,     3,    16),   #  5,717,416
-    "S/16":  (384,   12,     6,    16),   # 22,050,664
-    "B/16":  (768,   12,    12,    16),   # 86,567,656
-    "L/16": (1024,   24,    16,    16)}   # 304,326,632
+VARIANTS = {"cifar": (192, 6, 3, 4), "Ti/16": (192, 12, 3, 16), "S/16": (384, 12, 6, 16),
+            "B/16": (768, 12, 12, 16), "L/16": (1024, 24, 16, 16)}
 
 FINE_TUNE = dict(optimizer="adamw", lr=3e-4, muon_lr=6e-4, layer_decay=0.75)    # with --init
 ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
@@ -1046,8 +1040,7 @@ def open_image(path):
             if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":   # MPO: a phone's photo
                 log(f"note: {path} holds {file.n_frames} pictures; the first is used", error=True)
             image = ImageOps.exif_transpose(file)
-        if image.mode == "F":
-            raise ValueError("its numbers are no grey values of 8 or 16 bits")
+        refuse(image.mode == "F", "its numbers are no grey values of 8 or 16 bits")
         if image.mode[0] == "I":                    # 16 bits of grey: convert() would cut off 255
             image = image.convert("I")
             scale = 255 / (65535 if image.getextrema()[1] > 4095 else 4095)     # X-rays: 12 bits
@@ -1101,7 +1094,7 @@ def make_shapes(n, image_size, seed):
 
 # Folders. Hidden entries belong to some program, not to the data, and are passed over.
 
-SUFFIXES = {*IMG_EXTENSIONS, ".avif", ".gif", ".ico", ".jfif", ".jp2", ".tga"}
+SUFFIXES = {*datasets.folder.IMG_EXTENSIONS, ".avif", ".gif", ".ico", ".jfif", ".jp2", ".tga"}
 TEST_NAMES = ("test", "val", "valid", "validation")
 
 def folders(path):
@@ -1144,10 +1137,10 @@ def open_split(data, split, image_size):
         return [(to_pil_image(x), y) for x, y in zip(images, labels.tolist())], SHAPE_CLASSES
     if data == "cifar10":
         try:
-            images = CIFAR10("data", train=split == "train", download=True)
+            images = datasets.CIFAR10("data", train=split == "train", download=True)
         except Exception as error:              # of the disk, the network, or a damaged archive
             refuse(True, f"CIFAR-10 could not be fetched or is damaged ({error}); put the file "
-                         f"{CIFAR10.url} into {Path('data').resolve()}, or use --data shapes")
+                         f"{datasets.CIFAR10.url} into the folder data, or use --data shapes")
         return images, images.classes
     classes = open_folder(data, split)
     pairs = [(file, label) for label, files in enumerate(classes.values()) for file in files]
@@ -1204,9 +1197,8 @@ def load_data(config, image_size, device):
 # ---- 12. Checkpoints -----------------------------------------------------------------------------
 #
 # A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
-# and plain values: no code of the file is run to read it (`weights_only`). It is written beside its
-# place and then moved there, so that the old file or the new one is always there, whole. Log and
-# curves are conveniences: where they cannot be written, open elsewhere perhaps, the run goes on.
+# and plain values: no code of the file is run to read it (`weights_only`). Log and curves are
+# conveniences: where they cannot be written, open elsewhere perhaps, the run goes on.
 
 @dataclass
 class Run:
@@ -1217,7 +1209,7 @@ class Run:
     scaler: torch.amp.GradScaler
     history: list                   # a dict of figures for each epoch
     out: str = "vit.pt"             # its checkpoint
-    stamp: tuple = None             # of that file, once this run has written it
+    saved: float = 0.0              # the time of that file, once this run has written it
     best: dict = None               # with --patience: the weights of the best held-out epoch
 
 def make_model(name, config):
@@ -1225,7 +1217,7 @@ def make_model(name, config):
     is usual for small images, its first convolution is 3 x 3 with stride 1, without max-pool."""
     if name == "vit":
         return ViT(config)
-    model = resnet18(num_classes=config.num_classes)
+    model = models.resnet18(num_classes=config.num_classes)
     model.conv1 = nn.Conv2d(config.in_channels, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -1234,15 +1226,25 @@ def chosen(history):
     """What was noted of the best held-out epoch; of the last, if no images are held out."""
     return min(history, key=lambda row: row.get("val_loss", -row["epoch"]))
 
-def stamp(path):
-    """Tells whether the file at `path` is the one seen before; None if there is none."""
-    return (os.stat(path).st_mtime_ns, os.path.getsize(path)) if os.path.exists(path) else None
+@contextmanager
+def beside(path):
+    """A file to write, which then takes the place of `path`: a whole one is always there."""
+    temporary = Path(f"{path}.{os.getpid()}.tmp")               # two runs share none
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} could not be written ({error.strerror}); make room, or give "
+                         f"another --out") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 def make_room(run):
     """Where the run writes: three paths. What lies there, not its own, is renamed, not lost."""
     files = [Path(run.out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
-    there = [] if run.stamp and run.stamp == stamp(run.out) else list(filter(Path.is_file, files))
-    n = 1
+    there, n = list(filter(Path.is_file, files)), 1
+    if files[0] in there and run.saved == os.path.getmtime(run.out):
+        return files
     while there and any(file.with_suffix(f".old{n}{file.suffix}").exists() for file in files):
         n += 1
     for file in there:
@@ -1259,23 +1261,17 @@ def save_run(run, config, data):
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
-    memory, temporary = BytesIO(), Path(f"{run.out}.{os.getpid()}.tmp")     # two runs share none
-    torch.save(checkpoint, memory)
-    try:
-        temporary.write_bytes(memory.getbuffer())
+    torch.save(checkpoint, memory := BytesIO())
+    with beside(run.out) as file:
+        file.write_bytes(memory.getbuffer())
         _, table, curves = make_room(run)
-        temporary.replace(run.out)
-    except OSError as error:
-        raise InputError(f"{run.out} could not be written ({error.strerror}); what was there is "
-                         f"untouched, make room or give another --out") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    run.stamp, rows = stamp(run.out), [run.history[0], *map(dict.values, run.history)]
+    run.saved, rows = os.path.getmtime(run.out), [run.history[0], *map(dict.values, run.history)]
     try:
-        table.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+        with beside(table) as file:
+            file.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
         draw_curves(run.history, curves)
-    except OSError as error:
-        log(f"note: log or curves could not be written ({error}); the run goes on")
+    except InputError as error:
+        log(f"note: {error}; the run goes on")
 
 # Weights of others: of timm, DeiT and DINO, which have the names of this file, or of torchvision's
 # VisionTransformer, which has others. A model that was wrapped left a prefix.
@@ -1315,12 +1311,11 @@ def load_checkpoint(path, foreign=False):
     of others will do as well. The model is made without memory, and takes over their tensors."""
     try:
         if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
-            raise ValueError(f"damaged at {damaged}")   # torch.load looks at no checksums
+            raise InputError(f"damaged at {damaged}")   # torch.load looks at no checksums
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if foreign and "format" not in checkpoint:
             checkpoint = as_checkpoint(checkpoint)
-        if checkpoint.get("format") != 1:
-            raise ValueError(f"its format is {checkpoint.get('format')}, not 1")
+        refuse(checkpoint.get("format") != 1, f"its format is {checkpoint.get('format')}, not 1")
         vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
         mean, std = (torch.tensor(checkpoint[name]).reshape(3, 1, 1) for name in ("mean", "std"))
         with torch.device("meta"):      # shapes alone
@@ -1368,7 +1363,7 @@ def go_on(checkpoint, run, data, config):
         optimizer.load_state_dict(optimizer.state_dict() | {"state": old["state"]})
     run.scaler.load_state_dict(checkpoint["scaler"] or run.scaler.state_dict())
     if os.path.realpath(config.out) == os.path.realpath(config.resume):
-        run.stamp = stamp(config.out)
+        run.saved = os.path.getmtime(config.out)
     log(f"{config.resume} goes on after epoch {len(run.history)}")
 
 def prepare(config, vit_config, checkpoint=None):
@@ -1499,7 +1494,8 @@ def draw_picture(path, photo, view, model, mean, std, classes, target=None, trut
     figure.text(0.9875, 0.95, "The evidence: CLS attention", size=20, weight="bold", ha="right")
     figure.text(0.0125, 0.02, "Scale: multiples of uniform attention, 1: no preference. Attention "
                 "is where information flowed, not proof of why (Jain and Wallace, 1902.10186).")
-    figure.savefig(path, format="png")
+    with beside(path) as file:
+        figure.savefig(file, format="png")
     return best
 
 def draw_learnt(path, model, images, epoch):
@@ -1518,7 +1514,8 @@ def draw_learnt(path, model, images, epoch):
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     grid = make_grid((places @ places.T).reshape(-1, 1, *model.grid), nrow=model.grid[1],
                      padding=1, pad_value=torch.nan)
-    show(positions, grid[:1], "cosine similarity of each place with all places", cmap="inferno")
+    show(positions, grid[:1], "cosine similarity of each place with all places", cmap="inferno",
+         vmax=1)
     figure.colorbar(positions.images[0], ax=positions, shrink=0.8)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
         reach = torch.stack([attention_distance(model(image[None], return_attention=True)[1],
@@ -1531,7 +1528,8 @@ def draw_learnt(path, model, images, epoch):
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
                   xticks=blocks, ylim=(0, 1.5 * even or 1))
     distances.legend()
-    figure.savefig(path, format="png")
+    with beside(path) as file:
+        figure.savefig(file, format="png")
 
 def draw_curves(history, path):
     """Loss and accuracy (0 to 1) over the epochs, a PNG."""
@@ -1544,7 +1542,8 @@ def draw_curves(history, path):
         axes.set(xlabel="epoch", title=what)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, format="png")
+    with beside(path) as file:
+        figure.savefig(file, format="png")
 
 # ---- 14. The command line ------------------------------------------------------------------------
 #
@@ -1620,7 +1619,7 @@ def read_options(typed):
         start = load_checkpoint(source, foreign=True)
         kept = typed.keys() & (KEPT if "whose" in start else KEPT | {"num_heads"})
         before = vars(start["vit"]) | FINE_TUNE
-    other = [f"{flag(name)} is {before[name]}" for name in sorted(kept)
+    other = [f"{flag(name)} is {str(before[name]) or 'not set'}" for name in sorted(kept)
              if typed[name] != before[name]]
     refuse(other, f"in {source} {', '.join(other)}; leave out what differs, or start anew")
     options = before | typed
@@ -1643,7 +1642,7 @@ def run_train(typed):
         run, data, dtype = prepare(config, vit, start)
         train(run, data, config, dtype)
     except KeyboardInterrupt:
-        saved = run.out if run and run.stamp else config.resume
+        saved = run.out if run and run.saved else config.resume
         log(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         raise
