@@ -13,18 +13,14 @@ The idea in six steps, after Dosovitskiy et al., "An Image is Worth 16x16 Words"
 That is Part I, the lesson. Part II, the workshop, makes it usable: 10 options, 11 images and data
 sets, 12 checkpoints, 13 pictures, 14 the command line. To change the model, Part I is enough.
 
-Commands (each has --help):
+Commands (each has --help), with test accuracies (last epoch, seed 0, a Xeon, bf16: section 7):
 
-  python vit.py train --data shapes --epochs 5       nothing to download, minutes on a laptop
-  python vit.py train --epochs 100                   CIFAR-10, the default model and recipe
-  python vit.py train --resume vit.pt                continue a stopped run
-  python vit.py eval --ckpt vit.pt                   test it, class by class
-  python vit.py viz --ckpt vit.pt --image cat.png    what did it look at?
-
-Measured: test accuracy after the last epoch, seed 0, on a Xeon, in bf16 (section 7).
-
-  98.7 %   python vit.py train --data shapes --epochs 5       2 minutes, two cores
-  88.7 %   python vit.py train --data DIR --epochs 25       116 minutes, one core; DIR: CIFAR-10
+  python vit.py train --data shapes --epochs 5     nothing to download; 98.7 %, 2 minutes, two cores
+  python vit.py train --data DIR --epochs 25       DIR holds CIFAR-10; 88.7 %, 116 minutes, one core
+  python vit.py train --epochs 100                 CIFAR-10, the default model and recipe
+  python vit.py train --resume vit.pt              continue a stopped run
+  python vit.py eval --ckpt vit.pt                 test it, class by class
+  python vit.py viz --ckpt vit.pt --image cat.png  what did it look at?
 
 Left out, to stay readable: worker processes, other models and tasks. A comment that begins with
 "paper:" says where the model departs from the paper; the recipe is a later one throughout.
@@ -36,16 +32,14 @@ Left out, to stay readable: worker processes, other models and tasks. A comment 
 #
 # These letters mean the same in every shape of this file:
 #
-#   B  images in a batch             N  tokens: (H/P)(W/P) patches and one more (section 5)
+#   B  images in a batch             N  tokens: (H/P)(W/P) patches and one class token
 #   C  channels of an image          D  width: how many numbers a token has (`dim`)
 #   H  height of an image, pixels    h  attention heads in a block (`num_heads`)
 #   W  width of an image, pixels     d  width of one head, D / h
 #   S  side of a square image        L  blocks (`depth`)
 #   P  side of a patch, pixels       K  classes
 #   n  images in a data set          l  a block, 1 to L
-#
-# The extra one is the class token, which belongs to no patch; so the patches alone are N-1.
-# paper: its N counts the patches only.
+# paper: its N counts the patches only, which are N-1 here. Section 5 explains the class token.
 
 import math, time
 from collections import defaultdict
@@ -96,25 +90,22 @@ class ViTConfig:
 
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
 #
-# A Transformer reads a list of vectors, its tokens. The obvious list is the pixels, but attention
-# compares every token with every token, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5
-# billion pairs, again in every block. Cut into patches of 16 x 16 it has 196 tokens and 38
-# thousand pairs. For CIFAR-10 (32 x 32) the same thought gives patches of 4: 8 x 8 = 64 tokens.
-# Patches of 16 would leave four, and attention next to nothing to choose between.
+# A Transformer reads a list of vectors, its tokens. The obvious tokens are the pixels, but
+# attention compares all with all, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5 billion
+# pairs in every block. Cut into patches of 16 x 16 it has 196 tokens and 38 thousand pairs. For
+# CIFAR-10 (32 x 32) patches of 4 give 8 x 8 = 64 tokens; patches of 16 would leave only four.
 #
-# A patch of P x P pixels and C channels is laid out as one row p_i, channel by channel, and one
-# learned matrix E maps it to D numbers, a token:
+# A patch is laid out as one row p_i, channel by channel, and a learned matrix E makes it a token:
 #
 #     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D)               (paper, eq. 1, without b)
 #
-# Below, E is written as a convolution whose kernel and stride are both P. It is the same sum: a
-# kernel is a column of E folded to (C, P, P), and a stride of P lays it on every patch once,
-# without overlap. It saves us the cutting; test_vit.py cuts by hand and finds the same numbers.
+# Below, E is a convolution with kernel and stride P, which is the same sum: each kernel is a column
+# of E folded to (C, P, P), laid on every patch once. test_vit.py cuts by hand and finds the same.
 #
 # E learns every edge anew for each place it can have in a patch. `--stem conv` (2106.14881) takes
 # small steps instead: 3 x 3 convolutions of stride 2, each of which halves the image, until a patch
-# is one place; then E, now 1 x 1, gives the same grid of tokens. For the first few pixels it buys
-# back what a CNN assumes (end of section 5): what is near belongs together, and an edge is an edge
+# is one place; then E, now 1 x 1, gives the same grid of tokens. So the first few pixels are read
+# as a CNN reads them (end of section 5): what is near belongs together, and an edge is an edge
 # wherever it lies. The price: 7 % more weights and work in the default model, no E to look at, a
 # token that sees more than its patch, and BatchNorm: in training an image depends on its batch.
 # paper: its hybrid takes the tokens from a ResNet.
@@ -141,24 +132,22 @@ class PatchEmbed(nn.Module):
 # ---- 3. Attention --------------------------------------------------------------------------------
 #
 # A token on a cat's ear should find out that there is another ear. So every token asks a question,
-# its query q_i. Every token also offers an answer, its value v_j, under a heading, its key k_j. All
-# three are linear maps of the token (in the code with a bias each). With one token a row, x has the
-# shape (N, D). For now there is one head, d = D, and each matrix is D x D:
+# its query q_i. It also offers an answer, its value v_j, under a heading, its key k_j. All three
+# are linear maps of the token (in the code with a bias each). With one token a row, x is (N, D).
+# For now there is one head, d = D, and each matrix is D x D:
 #
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
-# How well heading j fits question i is a dot product. A softmax (exp of each score, over the sum of
-# them all) turns the scores of one query into weights that sum to 1, and the token receives the
-# weighted mean of the values:
+# How well heading j fits question i is a dot product. A softmax (exp of each score over the sum of
+# all) turns a query's scores into weights of sum 1; the token gets the weighted mean of the values:
 #
 #     A = softmax( q k^T / sqrt(d) ),      output = A v                               (eq. 6, 7)
 #
-# Over which axis? Over the keys, the last: row i of A says how token i shares out its attention.
+# The softmax runs over the keys, the last axis: row i of A says how token i shares its attention.
 #
-# Why sqrt(d)? Take q and k whose numbers are independent, with mean 0 and variance 1. Their dot
-# product adds up d products and so has variance d: scores of size 8 for d = 64. The softmax of such
-# scores is close to 0 or 1, where its gradient is close to 0, and learning is slow. Divided by
-# sqrt(d), the scores have variance 1 again.
+# Why sqrt(d)? If the numbers of q and k are independent, with mean 0 and variance 1, their dot
+# product adds up d products and has variance d: scores of size 8 for d = 64. The softmax of such
+# scores is close to 0 or 1, its gradient close to 0, and learning slow. Divided, they have size 1.
 #
 # By hand, one query and three tokens, d = 4:
 #
@@ -166,19 +155,15 @@ class PatchEmbed(nn.Module):
 #                          v_1 = (1, 0, 0, 0)    v_2 = (0, 1, 0, 0)    v_3 = (0, 0, 1, 0)
 #     q.k = 0, 2, 4        over sqrt(4): 0, 1, 2      exp: 1, 2.718, 7.389, in all 11.107
 #     A = .090, .245, .665                            output = (.090, .245, .665, 0)
-#
-# Without the division the weights would be .016, .117, .867: closer to choosing a single token.
+#     Without the division: .016, .117, .867, closer to choosing a single token.
 #
 # Why several heads? One softmax gives one mean: it can look at the left ear and at the tail, but
 # mixes what it finds. So q, k and v are cut into h pieces of d = D / h numbers, each with a softmax
-# of its own, and `proj` mixes what they found (eq. 8). Apart from `proj`, this takes no more
-# multiplications than one head of width D.
+# of its own, and `proj` mixes the results (eq. 8). `proj` aside, this costs as much as one head.
 #
 # Nothing here knows where a token lies: shuffle the tokens, and the outputs are shuffled likewise.
-# (`rotate` is one way to tell the model where; it comes in section 5.)
-#
-# Dropout sets a random share of numbers to 0 in training and scales up the rest, so that nothing
-# hangs on a single one.
+# (`rotate` is one way to tell the model where; it comes in section 5.) Dropout sets a random share
+# of numbers to 0 in training, so that nothing hangs on one alone, and scales the rest up to match.
 # paper: no dropout on the weights of attention; here there is.
 
 class Attention(nn.Module):
@@ -192,9 +177,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, return_attention=False, fused=None, rotate=None):
-        """Returns the output and the softmax weights, before dropout. The fused kernel stores no
-        weights: it returns None for them. It is much faster on CUDA, and the default there unless
-        `return_attention` asks for them."""
+        """Returns the output and the softmax weights, before dropout. The fused kernel, much faster
+        on CUDA and the default there, stores no weights and returns None for them."""
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # each (B, h, N, d)
@@ -203,8 +187,7 @@ class Attention(nn.Module):
         if fused is None:
             fused = x.is_cuda and not return_attention
         if fused:
-            drop = self.dropout.p if self.training else 0.0
-            attention = None
+            attention, drop = None, self.dropout.p * self.training
             x = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)         # (B, h, N, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])   # (B, h, N, N)
@@ -216,16 +199,14 @@ class Attention(nn.Module):
 # ---- 4. MLP, drop path, block --------------------------------------------------------------------
 #
 # Attention moves information between tokens, but for given weights A it is linear: a token can mix
-# "pointed" and "furry", not decide that both are there. The MLP does that half of the work. It
-# takes each token alone, all with the same weights: widen to four times D, to have many features
-# to test for, bend each by a non-linear function, narrow again. Four is a convention, as old as the
-# Transformer; with it, two thirds of a block's weights are here.
+# "pointed" and "furry", not decide that both are there. The MLP can. It takes each token alone, all
+# with the same weights: widen to four times D, to test for many features, bend each by a non-linear
+# function, narrow again. Four is an old convention; it puts two thirds of a block's weights here.
 #
 #     MLP(x) = fc2(GELU(fc1(x))),      GELU(t) = t Phi(t)
 #
-# Phi(t) is the chance that a standard normal number is below t. GELU is a ReLU with a rounded
-# corner: it passes large t and stops very negative t, but does not cut the gradient off at once
-# below 0.
+# Phi(t) is the chance that a standard normal number is below t. So large t pass, and very negative
+# t are stopped. It is ReLU, max(0, t), with a rounded corner: just below 0 some gradient is left.
 
 class MLP(nn.Module):
     """The same two linear layers for every token: (B, N, D) -> (B, N, D)."""
@@ -249,16 +230,14 @@ class MLP(nn.Module):
 # Each plus is a residual connection: a branch need only learn a correction. The sum grows with
 # every block; the norm at the start of each branch still hands the branch numbers of one size.
 #
-# This order is called pre-norm. The first Transformer had post-norm, x <- norm(x + attention(x)).
-# Follow a gradient back from the end. In pre-norm it has a direct path, through the pluses alone,
-# on which nothing changes it; so some gradient reaches every block whole, whatever the branches do.
-# In post-norm every block has a norm on that path and rescales the gradient once more; such models
-# train only with great care at the start.
+# This is pre-norm. Follow a gradient back from the end: it has a direct path, through the pluses
+# alone, on which nothing changes it. So some gradient reaches every block whole, whatever the
+# branches do. The first Transformer had post-norm, x <- norm(x + attention(x)). There the norms lie
+# on that path, and each rescales the gradient once more; such models need great care at the start.
 #
-# Drop path (stochastic depth, 1603.09382) leaves a branch out for some images of a batch while
-# training, so that no block relies on exactly what another does. The branches that stay are scaled
-# up by 1 / (1 - rate): on average the sum is what it will be when nothing is dropped. The rate
-# rises from 0 in the first block to `drop_path` in the last: all others build on the early blocks.
+# Drop path (stochastic depth, 1603.09382) leaves a branch out for some images in training, so that
+# no block relies on exactly what another does, and scales up the rest, as dropout does. The rate
+# rises from 0 in the first block, on which all others build, to `drop_path` in the last.
 # paper: it has dropout only; drop path came to ViT with DeiT (2012.12877).
 
 class Block(nn.Module):
@@ -280,19 +259,16 @@ class Block(nn.Module):
 
 # ---- 5. The Vision Transformer -------------------------------------------------------------------
 #
-# Three things surround the blocks: a class token, positions, and a last norm.
-#
 # The class token. L blocks give N tokens, but we want one answer. So one more token, a learned
 # vector that is the same for every image, is put in front. In each block it gathers from the
-# patches what helps to name the class. At the end the head, a linear layer (unrelated to the heads
-# of attention), reads it alone and gives K scores, the logits, whose softmax is the probabilities.
-# The mean of the patches, `self.norm(x[:, 1:].mean(dim=1))` in `forward`, would do about as well;
-# but then no single row of attention would say what the answer was gathered from, and that row is
-# what section 9 draws.
+# patches what helps to name the class. At the end it passes a last LayerNorm (eq. 4), as the sum
+# itself was never normalised. Then the head, a linear layer (unrelated to the heads of attention),
+# turns it into K scores, the logits, whose softmax is the probabilities. The mean of the patches,
+# `self.norm(x[:, 1:].mean(dim=1))` in `forward`, would do about as well; but then no row of
+# attention would say what the answer was gathered from. Section 9 draws that row.
 #
 # The positions. To attention and MLP the tokens are a heap, not a grid: a cat with its ears below
-# its feet would be the same cat. So each place has a vector of its own, learned like any weight,
-# which is added to the token that lies there:
+# its feet would be the same cat. So each place has a learned vector, added to the token there:
 #
 #     x = [cls; p_1 E + b; ...; p_(N-1) E + b] + E_pos,      E_pos in R^(N x D)           (eq. 1)
 #
@@ -306,25 +282,22 @@ class Block(nn.Module):
 # paper: they begin at random, and the grid must be discovered.
 
 def sincos_positions(rows, cols, dim):
-    """Position vectors (rows * cols, dim), float32 in [-1, 1]: sin and cos of the row, of the
-    column, each in a quarter of the width; what is left over (dim % 4) is 0. Frequencies fall from
-    1 towards 1/100 ("Attention Is All You Need", 1706.03762, goes to 1/10,000, for long texts)."""
-    frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))      # (dim//4,)
-    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
-    row = row.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
-    col = col.reshape(-1, 1) * frequency                                    # (rows*cols, dim//4)
+    """Waves (rows * cols, dim), float32: sin and cos of the row, of the column, and dim % 4 zeros.
+    Frequencies fall from 1 towards 1/100 (to 1/10,000, for long texts, in 1706.03762)."""
+    frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))         # (dim//4,)
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))   # (rows*cols, 2)
+    row, col = places.T[:, :, None] * frequency                     # (rows*cols, dim//4) each
     table = torch.cat([row.sin(), row.cos(), col.sin(), col.cos()], dim=1)  # dim - dim % 4 wide
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
-# That is `--pos-embed learned`: what a place means is left to the data. There are three others.
-# `sine` keeps the waves fixed. `none` leaves the heap a heap. `rope` (2104.09864) adds nothing
-# either. It takes the numbers of a query or key in pairs, points in a plane, and turns each
-# about 0: half of the pairs by the angle f r in row r, the others by f c in column c. Turn a query
-# by f r and a key by f s: their dot product is as if the query alone were turned by f (r - s). So
-# the score of two patches hangs on what they hold and on their offset alone. This suits images: the
-# eyes are above the nose wherever the face is. The other schemes must learn that place by place.
-# The class token lies nowhere and is not turned. In a larger image, `learned` and `sine` are
-# resized; with `rope` one step is the same turn as ever, but offsets may be longer than any so far.
+# That is `--pos-embed learned`: what a place means is left to the data. `sine` keeps the waves
+# fixed, `none` leaves the heap a heap. `rope` (2104.09864) adds nothing either. It takes the
+# numbers of a query or key in pairs, points in a plane, and turns each about 0: half of them by the
+# angle f r in row r, half by f c in column c. Turn a query by f r and a key by f s: their dot
+# product is as if the query alone were turned by f (r - s). So the score of two patches hangs on
+# what they hold and on their offset alone. This suits images: eyes are above a nose wherever the
+# face is; the other schemes must learn that place by place. In a larger image `learned` and `sine`
+# are resized; with `rope` a step is the same turn, but offsets may be longer than any before.
 
 def rotation(rows, cols, d, device):
     """The function that turns queries or keys, (B, h, N, d) -> (B, h, N, d), in a grid."""
@@ -339,8 +312,7 @@ def rotation(rows, cols, d, device):
     return rotate
 
 def resize_positions(pos_embed, grid, rows, cols):
-    """Position vectors (1, 1 + places, D) of a grid for another one, resized like an image (paper,
-    section 3.2), so that a trained model can look at larger, smaller and oblong images."""
+    """Position vectors (1, 1 + places, D), resized like an image for another grid (paper, 3.2)."""
     if (rows, cols) == grid:
         return pos_embed
     cls, places = pos_embed[:, :1], pos_embed[:, 1:]
@@ -348,30 +320,9 @@ def resize_positions(pos_embed, grid, rows, cols):
     places = F.interpolate(places, size=(rows, cols), mode="bicubic", antialias=True)
     return torch.cat([cls, places.flatten(2).transpose(1, 2)], dim=1)       # (1, 1 + rows*cols, D)
 
-# The last norm. In a pre-norm model the sum of all branches is never normalised on its way, so one
-# more LayerNorm stands before the head (eq. 4).
-#
-# How the weights begin, in the order of `initialise`:
-#
-#   matrices           normal, deviation 1 / sqrt(m) for m inputs: from inputs of variance 1 come
-#                      sums of variance 1, as section 3 supposes of q and k
-#   patch_embed        likewise; pixels are normalised (section 6), so the patches enter at about 1
-#                      (in the stem sqrt(2 / m), for its ReLUs, 1502.01852)
-#   biases             0
-#   attn.proj, fc2     0: they end the two branches, so every block begins as the identity; they
-#                      learn all the same, as their inputs are not 0
-#   head               deviation 0.02, so small that all classes begin about equally likely
-#   cls_token          0.02, small beside the patches: what it reads soon outweighs it in the sum
-#   pos_embed          the waves: sin and cos have deviation sqrt(1/2) = 0.71, halved 0.35, about a
-#                      third of the patches; 0 for the class token, and for all in `rope` and `none`
-#
-# paper: Xavier's rule for the blocks' matrices, sqrt(2 / (inputs + outputs)), 0 for head and class
-# token, and in pre-training a hidden layer in the head.
-
 class ViT(nn.Module):
-    """Images (B, C, H, W), floats, H and W multiples of P -> logits (B, K); with return_attention
-    (logits, attention): L tensors (B, h, N, N), block 1 first, the softmax weights before dropout,
-    part of the autograd graph. (2010.11929, section 3.1)"""
+    """Paper, section 3.1: float images (B, C, H, W), H and W multiples of P -> logits (B, K). With
+    return_attention also L tensors (B, h, N, N): the softmax weights, in the autograd graph."""
 
     def __init__(self, config):
         super().__init__()
@@ -391,20 +342,27 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def initialise(self):
-        """Set every weight as told above; LayerNorm begins with scale 1 and shift 0 by itself."""
+        """How every weight begins. (LayerNorm by itself: scale 1 and shift 0.)"""
+        # Deviation 1 / sqrt(m) for m inputs: from inputs of variance 1 come sums of variance 1, as
+        # section 3 supposes. Pixels are normalised (section 6), so patches enter at about 1, too.
+        # paper: Xavier's rule, 0 for head and class token; in pre-training a head of two layers.
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")   # 1 / sqrt(m)
+                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # In the stem sqrt(2 / m), as ReLU stops half of what comes (1502.01852).
         for convolution in self.patch_embed.stem[::3]:
-            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")    # sqrt(2 / m)
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        # Each branch ends in zeros, so every block begins as the identity. These matrices learn all
+        # the same, as their inputs are not 0.
         for block in self.blocks:
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp.fc2.weight)
-        nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)     # small: classes are about equally likely
+        nn.init.normal_(self.cls_token, std=0.02)       # small: what it reads soon outweighs it
         nn.init.zeros_(self.pos_embed)
+        # Waves have deviation sqrt(1/2) = 0.71, halved 0.35: about a third of the patches.
         if self.config.pos_embed in ("learned", "sine"):
             self.pos_embed[0, 1:] = sincos_positions(*self.grid, self.config.dim) / 2
 
@@ -434,32 +392,26 @@ class ViT(nn.Module):
 #     the default, 32/4       65   192       28.8 M      1.6 M      30.4 M          0.18 G
 #     ViT-B, 224/16          197   768     1394.3 M     59.6 M    1454.0 M          17.4 G
 #
-# So at these sizes the N^2 of attention is a small part.
+# So at these sizes the N^2 of attention is a small part. A block has 4D^2 + 8D^2 parameters in its
+# attention and MLP, all blocks 12 L D^2. Twice the depth doubles parameters and cost, twice the
+# width quadruples both; twice the tokens cost two to four times as much, but add only positions.
 #
-# Its parameters: 4D^2 in the attention of a block and 8D^2 in its MLP, about 12 L D^2 in all. So
-# twice the depth is twice the parameters and twice the cost; twice the width, four times as much.
-# Twice the tokens cost two to four times as much, and no parameters but their positions.
-#
-# Why a ViT needs more data than a CNN. A CNN has two assumptions about images built in (its
-# inductive bias): what matters is near (locality), and it looks the same wherever it lies (weight
-# sharing). What one of its numbers can see of the image, its receptive field, grows layer by layer.
-# A ViT assumes less: how patches are cut, that the same weights treat each of them, and which are
-# near (the waves above). Any patch may look at any other; which of them are worth it must be
-# learned. With hundreds of millions of images that freedom wins (paper, figure 3). With fifty
-# thousand we state the assumptions in another form: altered copies of each image, next.
-#
-# To see what those assumptions are worth, the same loop also trains a CNN, ResNet-18 (1512.03385),
-# by AdamW alone (`--model resnet18`): 83 % after 5 epochs of CIFAR-10 as JPEG files, the ViT 75 %.
+# Why a ViT needs more data than a CNN. A CNN has two assumptions built in (its inductive bias):
+# what matters is near (locality), and it looks the same wherever it lies (weight sharing). A ViT
+# assumes less: how patches are cut, that the same weights treat each of them, and which are near
+# (the waves). Any patch may look at any other; where to look must be learned. With hundreds of
+# millions of images that freedom wins (paper, figure 3). With fifty thousand we state the
+# assumptions in another form: altered copies of each image, next. To compare, `--model resnet18`
+# trains a CNN (1512.03385) by AdamW: 83 % after 5 epochs of CIFAR-10 as JPEG files, the ViT 75 %.
 
 # ---- 6. Altered copies ---------------------------------------------------------------------------
 #
-# All images of a data set lie in two uint8 tensors, for training and test, on the device that
-# trains; CIFAR-10 takes 184 MB. A batch is drawn from the first and altered on that device: no
-# worker processes to wait for, and one seed draws all that is random. Section 11 fills `Data`.
+# All images of a data set lie in two uint8 tensors on the device that trains (CIFAR-10: 184 MB),
+# and are altered there: no worker processes to wait for, and one seed draws all that is random.
 
 @dataclass
 class Data:
-    """A data set on its device. mean and std: of the training pixels, scaled to 0..1."""
+    """A data set, filled by section 11. mean and std: of the training pixels, scaled to 0..1."""
     images: torch.Tensor            # uint8 (n, C, S, S)
     labels: torch.Tensor            # int64 (n,)
     test_images: torch.Tensor
@@ -473,32 +425,27 @@ class Data:
 # Each alteration makes a claim about pictures and their names. Three claim that the name stays:
 #
 #   - A flip, left to right: a cat in a mirror is a cat. (False for text, and for some road signs.)
-#   - A shift by up to an eighth of the side, 4 pixels of 32: things need not be in the middle. It
-#     also moves the content against the grid of patches, so that no edge always falls at the same
-#     place of a patch. The rim laid bare is filled with 0, which is the mean colour.
-#   - A policy, TrivialAugment (2103.10158): one of fourteen operations, of random strength, such as
-#     turn, shear, move, darken, fewer colours. A cat in other light, or tilted, is a cat; but the
-#     strongest leave little of it: of 32 pixels moved by 32, nothing.
+#   - A shift by up to an eighth of the side, 4 pixels of 32: things need not be in the middle, nor
+#     edges always at one place of a patch. The rim laid bare is filled with 0, the mean colour.
+#   - A policy, TrivialAugment (2103.10158): one of fourteen operations (turn, shear, darken, ...),
+#     of random strength. A tilted or darker cat is a cat; but the strongest leave little of it.
 #
-# One changes the name along with the picture:
+# The fourth, a mix of image i with the image j before it in the batch, changes the name along with
+# the picture. With labels as probabilities (1 for the class, else 0), MixUp (1710.09412) makes
 #
-#   - A mix of two images i and j, with labels written as probabilities (1 for the class, else 0):
+#     x = lambda x_i + (1 - lambda) x_j,      y = lambda y_i + (1 - lambda) y_j
 #
-#         x = lambda x_i + (1 - lambda) x_j,      y = lambda y_i + (1 - lambda) y_j
-#
-#     j is the image before i in the batch. lambda is drawn once a batch from Beta(alpha, alpha),
-#     from 0 to 1: for alpha = 1 all values are equally likely, below 1 the ends are more so. That
-#     is MixUp (1710.09412): halfway between two pictures the answer should be halfway too. CutMix
-#     (1905.04899) pastes a rectangle of x_j into x_i instead; of the area, lambda is left to x_i,
-#     and the labels are mixed by it likewise: a part that can be seen should be enough.
-#
-# The built-in `shapes` are told apart by colour and lie everywhere already: they are only flipped.
+# Halfway between two pictures the answer should be halfway too. CutMix (1905.04899) pastes a
+# rectangle of x_j into x_i instead; lambda is the share of the area that is left to x_i, and mixes
+# the labels likewise: a part that can be seen should be enough. lambda is drawn once a batch from
+# Beta(alpha, alpha), from 0 to 1: for alpha = 1 evenly, for smaller alpha more often near the ends.
 #
 # How much of policy and mix? In a short run a model hardly learns even the plain images; in a long
-# one it would know them by heart. So their strength depends on the length of the run: none up to 10
-# epochs, full from 70 (beyond 25 the rule has not been measured). At full strength every image gets
-# the policy and half of the batches are mixed; the other half keeps whole images in sight. In the
-# last tenth of a run nothing is mixed: the model ends on images that have one label each.
+# one it would know them by heart. So their strength grows with the length of the run, from none at
+# 10 epochs to full at 70 (beyond 25 the rule has not been measured). At full strength every image
+# gets the policy and half of the batches are mixed; the other half keeps whole images in sight. In
+# the last tenth of a run nothing is mixed: the model ends on images that have one label each. The
+# built-in `shapes`, told apart by colour and lying everywhere already, are only flipped.
 
 def augment_strength(epochs):
     """The share of images that get the policy, 0 to 1. The share of mixed batches is half of it."""
@@ -509,11 +456,8 @@ def normalise(images, mean, std):
     return (images.float() / 255 - mean) / std
 
 def shift_and_flip(x, max_shift):
-    """Move each image by up to `max_shift` pixels, flip half of them: (B, C, H, W) floats.
-
-    The padded image has (2 * max_shift + 1)^2 windows of the old size. `unfold` lists them all
-    without copying a pixel; one indexing operation then copies one window for each image.
-    """
+    """Move each image by up to `max_shift` pixels, flip half of them: (B, C, H, W) floats. `unfold`
+    lists all (2 * max_shift + 1)^2 windows of the old size in the padded image, without a copy."""
     B, _, H, W = x.shape
     x = F.pad(x, 4 * [max_shift])                       # (B, C, H + 2*max_shift, W + 2*max_shift)
     windows = x.unfold(2, H, 1).unfold(3, W, 1)         # (B, C, tops, lefts, H, W)
@@ -523,12 +467,9 @@ def shift_and_flip(x, max_shift):
     return torch.where(flip, x.flip(3), x)                                  # (B, C, H, W)
 
 def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
-    """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,).
-
-    The policy draws one operation a call, so it is called on slices of 8 images, each with
-    probability `policy_prob`. (On CUDA each call waits for the device a few times.) With
-    probability `mix_prob` the batch is mixed, and then the labels are float32 (B, K).
-    """
+    """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,). The policy
+    draws one operation a call, so it is called on slices of 8 images, each with probability
+    `policy_prob`. With probability `mix_prob` it is mixed; the labels are then float32 (B, K)."""
     if policy_prob:
         trivial = v2.TrivialAugmentWide(fill=128)                           # grey, where laid bare
         images = torch.cat([trivial(part) if torch.rand(()) < policy_prob else part
@@ -550,21 +491,19 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
 # the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
-# as well: G = U S V^T (as PyTorch stores it, outputs x inputs) becomes U V^T. V holds directions
-# that come in, U those that go out, S how far each is stretched (singular value decomposition). To
-# compute these at each step would be slow. But a polynomial of the matrix acts on S alone:
+# as well: G = U S V^T becomes U V^T (singular value decomposition: V holds the directions that come
+# in, U those that go out, S the stretch). This is slow, but a polynomial of G acts on S alone:
 #
 #     X <- a X + b (X X^T) X + c (X X^T)^2 X      takes each s to      a s + b s^3 + c s^5
 #
-# First X is divided by the root of the sum of its squares, so that no s is above 1. Five rounds
-# with the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough.
-#
-# G is not the last gradient but its running mean, pushed a little ahead (Nesterov). A tall matrix
+# X begins as G over the root of the sum of its squares, so that no s is above 1. Five rounds with
+# the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough. G itself
+# is the running mean of the gradient, pushed a little ahead (Nesterov). A tall matrix
 # (rows > columns) has its numbers spread thinner: its step is sqrt(rows / columns) times as long.
 # The numbers in a step are about 1 / sqrt(D), AdamW's nearer to 1, so Muon's rate is the larger.
 #
-# A vector has one singular value, its length: nothing to even out, so it goes to AdamW. So do
-# `patch_embed` and `head`, which do better there in practice. Muon gets the blocks' matrices.
+# Muon gets the blocks' matrices. A vector has one singular value, its length, and nothing to even
+# out: it goes to AdamW. So do `patch_embed` and `head`, which do better there in practice.
 
 def orthogonalise(G, dtype):
     """All singular values of each matrix to about 1: (count, rows, cols), the result in `dtype`."""
@@ -578,11 +517,9 @@ def orthogonalise(G, dtype):
     return X.mT if tall else X
 
 class Muon(torch.optim.Optimizer):
-    """For matrices only. `dtype` is that of the products: bf16 is fast where a device has it.
-
-    A group's `chunks` says how many maps each parameter holds: `qkv` holds three, and each is taken
-    alone. Matrices of one shape are one batch: a few large products instead of many small ones.
-    """
+    """For matrices only. `dtype` is that of the products: bf16 is fast where a device has it. A
+    group's `chunks` says how many maps each parameter holds: `qkv` holds three, and each is taken
+    alone. Matrices of one shape are one batch: a few large products instead of many small ones."""
 
     def __init__(self, params, lr=0.0, weight_decay=0.0, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
@@ -595,10 +532,9 @@ class Muon(torch.optim.Optimizer):
             for weight, chunks in zip(group["params"], group["chunks"], strict=True):
                 if weight.grad is None:
                     continue
-                state = self.state[weight]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(weight)
-                mean = state["momentum_buffer"].lerp_(weight.grad, 0.05)
+                if weight not in self.state:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+                mean = self.state[weight]["momentum_buffer"].lerp_(weight.grad, 0.05)
                 G = weight.grad.lerp(mean, 0.95)
                 for matrix, part in zip(weight.chunk(chunks), G.chunk(chunks)):
                     batches[matrix.shape].append((matrix, part, group))
@@ -608,16 +544,12 @@ class Muon(torch.optim.Optimizer):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(step, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
-# Weight decay pulls weights to 0, so that only what the data keep asking for stays large: each step
-# takes rate * decay * w off a weight w. This suits matrices, whose size is how strongly they mix.
-# Biases and the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these mix
-# nothing, and are left alone.
+# Weight decay takes rate * decay * w off each weight w at each step, so that only what the data
+# keep asking for stays large. This suits matrices, whose size is how strongly they mix. Biases and
+# the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these are left alone.
 
 def parameter_groups(model):
-    """Three lists: the blocks' matrices, other weights that decay, and those that do not.
-
-    Blocks are known by their class, so they are found in a wrapped or a larger model as well.
-    """
+    """Three lists: the blocks' matrices, other weights that decay, and those that do not."""
     matrices, decay, no_decay = [], [], []
     in_blocks = {p for module in model.modules() if isinstance(module, Block)
                  for p in module.parameters()}
@@ -656,11 +588,10 @@ def make_optimizers(model, config, dtype=torch.float32):
         optimizers.append(Muon(groups(matrices, config.muon_lr, config.weight_decay), dtype=fast))
     return optimizers
 
-# The learning rate rises along a line, because the direction changes fast at first and the
-# running means rest on few samples: full steps could go far in a wrong direction. Then it falls
-# along half a cosine: at a constant rate the weights keep jumping about in the valley, and small
-# steps let them settle. The cosine stays high for much of the run, ends flat, and has nothing to
-# tune. As all this depends on the step alone, a resumed run needs no memory of it.
+# The learning rate rises along a line, because at first the direction changes fast and the running
+# means rest on few samples: full steps could go far in a wrong direction. Then it falls along half
+# a cosine, which stays high for long and ends flat: at a constant rate the weights keep jumping
+# about in the valley; small steps let them settle. A resumed run need only know the step.
 
 def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     """The rate at `step`, counted from 0. It is peak / (warmup_steps + 1) at step 0 and peak at
@@ -674,20 +605,19 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
 # for them. Under autocast the weights stay in float32, and what enters a product is rounded on the
 # way. bf16 keeps the range of float32 with fewer digits and needs no further care. fp16 has more
 # digits but a small range, in which small gradients would become 0. So a scaler multiplies the loss
-# by a large factor, 65,536 at first, before the backward pass, and divides the gradients by it
-# afterwards. A step that overflows is skipped and halves the factor; it grows again with time.
+# by a large factor, 65,536 at first, and after the backward pass divides the gradients by it. A
+# step that overflows is skipped and halves the factor; it grows again with time.
 #
-# Clipping. Now and then a batch has a gradient many times longer than usual, and it would rule the
-# running means of both optimizers for many steps. So the gradient of all parameters together is
-# shortened to `clip` where it is longer; the scaler's factor must come off first, or all would be.
+# Clipping. Now and then a batch has a gradient many times longer than usual, which would rule the
+# running means for many steps. So the gradient of all parameters together is shortened to `clip`
+# where it is longer; the scaler's factor must come off first, or all would be shortened.
 #
-# Two optimizers and one scaler. The scaler notes for each optimizer whether its own gradients were
-# finite, and would let the other step. But clipping divides all gradients by one length: a single
-# NaN in Muon's makes that length NaN, and with it AdamW's gradients. So both step or neither.
+# Two optimizers, one scaler. The scaler notes for each optimizer whether its gradients were finite,
+# and would let the other step. But clipping divides all gradients by one length: a single NaN in
+# Muon's makes that length NaN, and with it AdamW's gradients. So both step or neither.
 
 def update(loss, model, optimizers, scaler, clip):
-    """One step of all optimizers down the gradient of `loss`; returns the gradient's length. In
-    float32 and bf16 the scaler is disabled, and passes everything through."""
+    """One step of all optimizers; returns the gradient's length. Without fp16 the scaler is off."""
     scaler.scale(loss).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -700,12 +630,10 @@ def update(loss, model, optimizers, scaler, clip):
     return grad_norm
 
 # ---- 8. Training ---------------------------------------------------------------------------------
-#
-# The numbers of the recipe. Each is a default of the command line.
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained."""
+    """How a model is trained. Each number is a default of the command line."""
     epochs: int = 100               # passes over the training images
     batch_size: int = 128           # images in a step
     optimizer: str = "muon"         # muon for the blocks' matrices, adamw for the rest; or adamw
@@ -722,13 +650,11 @@ class Recipe:
 
 # The loss is the cross-entropy, -ln of the probability that the model gives to the right class: 0
 # if it is certain and right, ln K if it has no idea. So the first loss is just above ln K, 2.30 for
-# ten classes, as the head begins near 0. While training, the target is softened: 0.9 for the right
+# ten classes, as the head begins near 0. In training the target is softened: 0.9 for the right
 # class and 0.1 spread over all, itself too (label smoothing). Against a hard target a model is
 # never done: it can always lower its loss by driving the logits of what it knows further apart.
-#
-# What counts in the end is the accuracy: how often is the most probable class the right one, on
-# images that were never trained on? Dropout and drop path are off then (`model.eval()`). The
-# batches are no larger than in training, so that memory suffices.
+# What counts in the end is the accuracy: how often the most probable class is the right one, on
+# images that were never trained on, without dropout and drop path (`model.eval()`).
 
 @torch.inference_mode()
 def predict(model, images, mean, std, dtype, batch_size):
@@ -745,14 +671,13 @@ def evaluate(model, data, dtype, batch_size, part=()):
     correct = logits.argmax(dim=1) == labels                                            # (n,)
     return F.cross_entropy(logits, labels).item(), correct.float().mean().item()
 
-# Beginning from other weights (`--init`). A model that assumes little must see much. But fur and
-# wheels look alike in all photographs: who has a hundred of them begins from weights that learned
-# from a million others, and goes on at small rates (fine-tuning; paper, section 3.2). Two things
-# are not kept. For another grid the positions are resized like an image: which places are near is
-# still true. The head begins anew, as each of its rows is a class, and the classes are others.
+# Fine-tuning (`--init`; paper, section 3.2). A model that assumes little must see much. But fur and
+# wheels look alike in all photographs: who has a hundred begins from weights that learned from a
+# million others, and goes on at small rates. Two things change. For another grid the positions are
+# resized like an image: near stays near. The head begins anew: its rows are the old classes.
 #
 # Lower layers hold what is general, upper ones what the old classes asked for. So rates may fall
-# from the head down (`--layer-decay`), or the lower blocks stay as they are (`--freeze`): below the
+# from the head down (`--layer-decay`), or lower blocks stay as they are (`--freeze`): below the
 # first block that learns no gradient is computed, which saves up to two thirds of the time.
 #
 # Few images are soon known by heart. `--patience` sets a tenth of them apart, ends the run when the
@@ -761,19 +686,16 @@ def evaluate(model, data, dtype, batch_size, part=()):
 
 # Now the epoch. A `Run` (section 12) holds what changes while training: model, optimizers, scaler,
 # and the history, a dict of figures for each epoch. The random numbers depend on seed, epoch and
-# process alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway.
+# process alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway. To
+# read the loss is to wait for the GPU. So it is read twice a second, not at every step, and
+# checked: once it is not finite, all further steps are wasted. `log` (section 10) prints the status
+# line; that of step 21 stays, to tell early how long the run will take.
 #
-# On a GPU, to read the loss is to wait for it, and meanwhile nothing new is sent there. So it is
-# read twice a second and not at every step. Each reading is also a check: once the loss is infinite
-# or no number, all further steps are wasted. `log` (section 10) prints the status line, which stays
-# on the screen at step 21, to tell early how long the run will take.
-#
-# Several GPUs. Started by `torchrun --nproc-per-node M`, M processes run this file. Each has the
-# whole model on a device of its own, and every M-th image of a batch. DistributedDataParallel
-# averages the gradients over the processes during `backward`: as the shares are equal, that is the
-# gradient of the whole batch, and the copies of the model stay equal. The order of the images must
-# be the same in all processes: else an epoch would show some images twice and others never. The
-# random numbers after it must differ: else all shares would be shifted, flipped and dropped alike.
+# Several GPUs. `torchrun --nproc-per-node M` starts M processes, each with the model on its own
+# device and every M-th image of a batch. DistributedDataParallel averages the gradients over them
+# in `backward`: as the shares are equal, that is the gradient of the whole batch, and the models
+# stay equal. The order of the images must be the same in all, or an epoch would show some twice,
+# others never. The random numbers after it must differ, or all shares would be altered alike.
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
@@ -822,16 +744,13 @@ def train_epoch(run, data, config, dtype):
     return mean_loss, accuracy, B / pace
 
 # The epochs. After each, the model is tested and `save_run` (section 12) writes it: always the last
-# epoch. To keep the best one would be to choose by the test images, and their accuracy would no
-# longer be that of unseen data. (`chosen` names the best on held-out images, with `--patience`.)
-# The two losses of the log are not comparable: that of training is taken on altered images, while
-# the model learns, and has the smoothing in it.
-
-# The figures of an epoch in its line of the log:
-FORMATS = ("5", "10.4f", "8.2%", "9.4f", "8.2%", "8,.0f", "7,.0f", "8.4f", "8.2%")
+# epoch. To keep the best would be to choose by the test images, which would no longer be unseen.
+# (With `--patience`, `chosen` names the best on held-out images.) The two losses of the log do not
+# compare: that of training is taken on altered images, while the model learns, with smoothing.
 
 def train(run, data, config, dtype):
     """The epochs that are left, with a test and a checkpoint after each."""
+    formats = ("5", "10.4f", "8.2%", "9.4f", "8.2%", "8,.0f", "7,.0f", "8.4f", "8.2%")
     log("epoch  train_loss  accuracy  test_loss  accuracy  images/s  seconds"
         + "  val_loss  accuracy" * bool(config.patience))
     for epoch in range(len(run.history) + 1, config.epochs + 1):
@@ -849,27 +768,25 @@ def train(run, data, config, dtype):
             run.best = deepcopy(run.model.state_dict())
         if processes()[0] == 0:
             save_run(run, config, data)
-        log("  ".join(map(format, row.values(), FORMATS)))
+        log("  ".join(map(format, row.values(), formats)))
         if config.patience and epoch - best >= config.patience:
             break
 
 # ---- 9. Seeing: attention, rollout, relevance ----------------------------------------------------
 #
-# Where did the model look? Three answers, each of which takes in more than the last. Each uses the
-# weights of section 3, (B, h, N, N) for every block, and gives a number for every patch. Token 0 is
-# the class token: row 0 is what it took, and columns 1 and up are the patches.
-#
-# CLS attention (CLS: the class token) is that row of block l, A_l[head, 0, 1:] for each head: what
-# the class token read there. But it read tokens, and these had read others in the blocks before.
+# Where did the model look? Three answers, each of which takes in more than the last. They use the
+# weights A of section 3, (B, h, N, N) for every block, and give a number for every patch. The
+# first, CLS attention, is what the class token (CLS, token 0) took from each patch in block l: the
+# row A_l[head, 0, 1:] of each head. But these tokens had read others in the blocks before.
 #
 # Rollout (Abnar and Zuidema, 2005.00928) follows that back. It assumes that half of what leaves a
 # block came through the residual connection and half through attention:
 #
 #     A'_l = 1/2 (mean of A_l over heads) + 1/2 I,      R = A'_L ... A'_2 A'_1
 #
-# The identity I is the residual connection: each token takes half from itself. Later blocks are on
-# the left, as matrices act on what stands to their right. Row i of R sums to 1 and says, on that
-# assumption, of which input tokens output token i is made.
+# I is the identity: each token takes half from itself. Later blocks are on the left, as matrices
+# act on what stands to their right. Row i of R sums to 1 and says, on that assumption, of which
+# input tokens output token i is made.
 #
 # By hand, two blocks, one head, the tokens CLS, 1 and 2. In block 1 both patches look at patch 2,
 # in block 2 the class token looks at patch 1:
@@ -877,7 +794,6 @@ def train(run, data, config, dtype):
 #            1 0 0              0 1 0               1  0  0               .5 .5 0
 #     A_1 =  0 0 1       A_2 =  0 1 0       A'_1 =  0 .5 .5       A'_2 =   0  1 0
 #            0 0 1              0 0 1               0  0  1                0  0 1
-#
 #     row 0 of R = .5 (1, 0, 0) + .5 (0, .5, .5) = (.5, .25, .25)
 #
 # So patch 2 gets its part, though the class token never looked at it. Left out are the values, the
@@ -896,15 +812,14 @@ def attention_rollout(attention):
 
 # Relevance (Chefer, Gur and Wolf, 2103.15679) asks about one class c. The gradient of its logit y_c
 # with respect to a weight of attention says whether more of it would raise the logit. Gradient
-# times weight, cut off below 0, is taken as the evidence that flowed there. The mean over heads
-# comes after the cut, or a head that speaks against the class would silence one that speaks for it:
+# times weight, cut off below 0, is taken as the evidence that flowed there. The cut comes before
+# the mean over heads, or a head that speaks against the class would silence one that speaks for it:
 #
 #     G_l = mean over heads of max(0, dy_c/dA_l * A_l), number by number
 #     R = I;  then R <- R + G_l R for l = 1 ... L
 #
-# In R + G_l R, the R alone stands for the residual connection. Rows are not normalised. Of the
-# three maps this alone can tell classes apart. It sees no evidence against a class, and of the MLPs
-# no more than their gradient.
+# In R + G_l R, the R alone is the residual connection. Of the three maps only this one can tell
+# classes apart. It sees no evidence against a class, and of the MLPs no more than their gradient.
 
 def relevance_matrix(attention, gradients):
     """attention, gradients: L tensors (B, h, N, N), block 1 first; returns R (B, N, N)."""
@@ -914,11 +829,8 @@ def relevance_matrix(attention, gradients):
     return R
 
 def relevance(model, images, target):
-    """How much each patch speaks for a class: (B, N-1) float32, not normalised.
-
-    images (B, C, H, W), normalised; target: a class index, or int64 (B,). Computed on a copy of the
-    model, in float32 and eval mode, whatever the model itself is in.
-    """
+    """How much each patch speaks for a class: (B, N-1) float32, not normalised. images (B, C, H, W)
+    normalised; target: a class index, or int64 (B,). In float32 and eval mode, on a copy."""
     model = deepcopy(model).float().eval()
     images = images.detach().float().requires_grad_()       # a graph, even for a frozen model
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
@@ -930,14 +842,13 @@ def relevance(model, images, target):
 
 # What no such map can prove is why the model answered as it did (Jain and Wallace, 1902.10186).
 # Take two heads that put all their attention on one patch. One adds the value found there to the
-# class token, the other subtracts it: both maps are high there, yet the patch moves no logit.
-# Or take a patch of sky in which an earlier block stored what it found elsewhere: where something
-# is read is not always where it was seen. A map suggests a question. To answer it, change the image
-# there and look at the logits.
+# class token, the other subtracts it: both maps are high there, yet the patch moves no logit. Or
+# take a patch of sky in which an earlier block stored what it found elsewhere: where something is
+# read is not always where it was seen. To test a map, change the image there and watch the logits.
 #
-# The last measure needs no image in particular. How far does each head look? The mean distance from
-# a patch to those it reads, weighted by attention (paper, figure 7). Expect near and far side by
-# side in the first blocks, where a convolution has only near.
+# The last measure needs no image in particular: how far does each head look? It is the mean
+# distance from a patch to those it reads, weighted by attention (paper, figure 7). Expect near and
+# far side by side in the first blocks, where a convolution has only near.
 
 def attention_distance(attention, grid, patch_size):
     """How far every head looks, in pixels. attention: L tensors (B, h, N, N); returns (L, h)."""
