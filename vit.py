@@ -862,10 +862,9 @@ def attention_distance(attention, grid, patch_size):
 
 # ---- 10. Options ---------------------------------------------------------------------------------
 
-import argparse, os, pickle, re, shlex, shutil, sys, warnings, zipfile
-from contextlib import contextmanager
+import argparse, contextlib, io, itertools, os, pickle, re, shlex, shutil, sys, warnings, zipfile
+from collections import Counter
 from dataclasses import asdict, fields, replace
-from io import BytesIO
 from pathlib import Path
 
 from matplotlib import cm, colors
@@ -887,20 +886,14 @@ class TrainConfig(Recipe):
     amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
 
-# Some options are words of a list. Numbers lie between 0 and a billion; but sizes begin at 1, and a
-# share must leave something:
-
 WORDS = {"optimizer": ["muon", "adamw"], "pos_embed": ["learned", "sine", "rope", "none"],
          "stem": ["patch", "conv"], "model": ["vit", "resnet18"],
          "device": ["auto", "cuda", "mps", "cpu"], "amp": ["auto", "bf16", "fp16", "off"]}
 FROM_1 = ("image_size", "patch_size", "dim", "depth", "num_heads", "epochs", "batch_size")
-SHARES = ("dropout", "drop_path", "warmup", "label_smoothing")
-
-# The sizes that have names: dim, depth, num_heads, patch_size.
-
+SHARES = ("dropout", "drop_path", "warmup", "label_smoothing")      # below 1, or nothing is left
+SIZES = ("dim", "depth", "num_heads", "patch_size")
 VARIANTS = {"cifar": (192, 6, 3, 4), "Ti/16": (192, 12, 3, 16), "S/16": (384, 12, 6, 16),
             "B/16": (768, 12, 12, 16), "L/16": (1024, 24, 16, 16)}
-
 FINE_TUNE = dict(optimizer="adamw", lr=3e-4, muon_lr=6e-4, layer_decay=0.75)    # with --init
 ADVICE = "nothing of this epoch is saved. Try a lower --lr and --muon-lr, or --amp off"
 
@@ -910,8 +903,7 @@ def processes():
     return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 def log(text, status=False, error=False):
-    """Print a line; a status on terminals only, where the next line overwrites it. Of several
-    processes the first prints, and errors all."""
+    """Print a line, in the first process; a status on terminals only, for the next to overwrite."""
     stream = sys.stderr if error else sys.stdout
     width = shutil.get_terminal_size().columns - 1 if stream and stream.isatty() else 0
     if error or processes()[0] == 0:
@@ -923,15 +915,6 @@ def pick_device(name):
     refuse(name not in ("auto", "cpu", *there), f"--device {name}: PyTorch sees no such device")
     return torch.device([*there, "cpu"][0] if name == "auto" else name)
 
-def join_processes(device, batch_size):
-    """Under torchrun: take a GPU of this process's own, and meet the other processes."""
-    count, cuda = processes()[1], device.type == "cuda"
-    refuse(batch_size % count, f"--batch-size {batch_size} does not divide by {count} processes")
-    if count > 1 and cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
-    if count > 1:
-        distributed.init_process_group("nccl" if cuda else "gloo")
-
 def pick_precision(amp, device):
     """The dtype of matrix products: what `amp` names; for "auto", bf16 or fp16 where it is fast."""
     if amp == "auto" and device.type == "cuda":
@@ -940,6 +923,15 @@ def pick_precision(amp, device):
         can = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
         amp = "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "off"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
+
+def join_processes(device, batch_size):
+    """Under torchrun: take a GPU of this process's own, and meet the other processes."""
+    total, cuda = processes()[1], device.type == "cuda"
+    refuse(batch_size % total, f"--batch-size {batch_size} does not divide by {total} processes")
+    if total > 1 and cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
+    if total > 1:
+        distributed.init_process_group("nccl" if cuda else "gloo")
 
 # ---- 11. Images and data sets --------------------------------------------------------------------
 
@@ -957,8 +949,8 @@ def open_image(path):
             scale = 255 / (65535 if image.getextrema()[1] > 4095 else 4095)     # X-rays: 12 bits
             image = image.point(lambda value: value * scale + 0.5).convert("L")
         if image.has_transparency_data:
-            ground = Image.new("RGBA", image.size, (128, 128, 128, 255))
-            image = Image.alpha_composite(ground, image.convert("RGBA"))
+            grey = Image.new("RGBA", image.size, "gray")
+            image = Image.alpha_composite(grey, image.convert("RGBA"))
         return image.convert("RGB")
     except Exception as error:          # on foreign bytes, decoders raise errors of every kind
         raise InputError(f"{path} cannot be read as an image ({error}); try it as PNG") from None
@@ -1003,40 +995,38 @@ def make_shapes(n, image_size, seed):
         images.append(image.clamp(0, 255).to(torch.uint8))
     return torch.stack(images), labels, torch.stack(masks)
 
-# Folders. Hidden entries belong to some program, not to the data, and are passed over.
-
 SUFFIXES = {*datasets.folder.IMG_EXTENSIONS, ".avif", ".gif", ".ico", ".jfif", ".jp2", ".tga"}
-TEST_NAMES = ("test", "val", "valid", "validation")
+TEST_NAMES = ["test", "val", "valid", "validation"]
+MOST_GIB = 16       # of decoded images: more would fill most machines
 
 def folders(path):
-    return sorted(inner for inner in Path(path).iterdir()
-                  if inner.is_dir() and not inner.name.startswith((".", "__MACOSX")))
+    """Those in a folder; hidden ones belong to some program, not to the data."""
+    return sorted(p for p in Path(path).glob("[!.]*") if p.is_dir() and p.name != "__MACOSX")
 
 def open_folder(data, split):
     """{class: [image files]} of one part of a folder, "train" or "test". If it is not divided,
     every fifth file of a class is for the test; split="any" then takes all."""
-    inside = {path.name.lower(): path for path in folders(data)} if os.path.isdir(data) else {}
-    parts = map(inside.get, ("train",) if split == "train" else TEST_NAMES)
-    part = next((part for part in parts if part and folders(part)), None)
+    inside = {path.name.lower(): path for path in folders(data)}
+    names = ["train"] if split == "train" else TEST_NAMES
+    part = next(filter(folders, filter(None, map(inside.get, names))), None)
     refuse(not inside or not part and inside.keys() & {"train", *TEST_NAMES},
-           f"--data {data}: no {data}/{split.replace('any', 'test')}/CLASS is there; give cifar10, "
-           f"shapes, or a folder with train/CLASS/* and test/CLASS/* (or val), or CLASS/* alone")
-    classes, others = {}, []
+           f"no {data}/{names[0]}/CLASS is there; --data takes cifar10, shapes, or a folder with "
+           f"train/CLASS/* and test/CLASS/* (or val), or CLASS/* alone")
+    classes, others, first = {}, [], part or split != "train"   # of two calls for one folder
     for folder in folders(part or data):
-        files = sorted(file for file in folder.rglob("*") if file.is_file()
-                       and "/." not in file.relative_to(data).as_posix())
+        files = sorted(path for path in folder.rglob("[!.]*") if path.is_file()
+                       and "/." not in path.relative_to(data).as_posix())
         images = [file for file in files if file.suffix.lower() in SUFFIXES]
-        rest = [image for i, image in enumerate(images) if i % 5]
-        classes[folder.name] = images if part or split == "any" else {
-            "test": images[::5], "train": rest}[split]
+        others += [f.suffix or f.name for f in files if f.suffix.lower() not in SUFFIXES]
+        classes[folder.name] = [image for i, image in enumerate(images) if part or split == "any"
+                                or (split == "test") == (i % 5 == 0)]
         refuse(not classes[folder.name], f"{folder} holds too few images; fill or remove it")
-        others += [file.suffix or file.name for file in files if file not in images]
-    if not part and split != "train":
-        some = "all images are" if split == "any" else "every fifth image of a class is"
-        log(f"note: {data} has no train and test; {some} for the test")
-    if others and (part or split != "train"):      # once, if both parts are of one folder
-        log(f"note: skipped in {part or data}, as no images that can be opened: {len(others):,} "
-            f"({', '.join(sorted(set(others))[:5])})")
+    if others and first:
+        log(f"note: {len(others):,} files of {part or data} are skipped, as no images that can be "
+            f"opened ({', '.join(sorted(set(others))[:5])})")
+    if first and not part:
+        log(f"note: {data} has no train and test; every {'fifth ' * (split == 'test')}image of a "
+            f"class is for the test")
     return classes
 
 def open_split(data, split, image_size):
@@ -1049,17 +1039,18 @@ def open_split(data, split, image_size):
     if data == "cifar10":
         try:
             images = datasets.CIFAR10("data", train=split == "train", download=True)
+            return images, images.classes
         except Exception as error:              # of the disk, the network, or a damaged archive
-            refuse(True, f"CIFAR-10 could not be fetched or is damaged ({error}); put the file "
-                         f"{datasets.CIFAR10.url} into the folder data, or use --data shapes")
-        return images, images.classes
+            raise InputError(f"CIFAR-10 could not be fetched or is damaged ({error}); put the file "
+                             f"{datasets.CIFAR10.url} into the folder data") from None
     classes = open_folder(data, split)
-    pairs = [(file, label) for label, files in enumerate(classes.values()) for file in files]
-    return pairs, list(classes)
+    return [(f, label) for label, name in enumerate(classes) for f in classes[name]], list(classes)
 
 def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
     n, labels, unreadable = len(pictures), [], []
+    gib = n * 3 * image_size**2 / 2**30
+    refuse(gib > MOST_GIB, f"{gib:.0f} GiB of images; a smaller --image-size needs less")
     images = torch.empty(n, 3, image_size, image_size, dtype=torch.uint8)
     for i, (picture, label) in enumerate(pictures):
         labels.append(label)
@@ -1078,49 +1069,40 @@ def hold_out(labels, seed):
     """Every tenth image of a random order, class by class: bool (n,)."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     order = order[labels.cpu()[order].argsort(stable=True)]     # by class, at random within
-    held = torch.zeros(len(labels), dtype=torch.bool)
+    held = torch.zeros_like(labels, dtype=torch.bool)
     held[order[::10]] = True
-    return held.to(labels.device)
-
-MOST_BYTES = 16 * 2**30     # of decoded images: more would fill most machines
+    return held
 
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
-    name, S = f"--data {config.data}", image_size
-    pictures, classes = open_split(config.data, "train", S)
-    test_pictures, test_classes = open_split(config.data, "test", S)
-    size = (len(pictures) + len(test_pictures)) * 3 * S**2
+    name = f"--data {config.data}"
+    pictures, classes = open_split(config.data, "train", image_size)
+    test_pictures, test_classes = open_split(config.data, "test", image_size)
     odd = sorted(set(classes) ^ set(test_classes))
     refuse(odd, f"{name} has {odd[:1]} in only one of train and test; it must be in both")
     refuse(len(classes) < 2, f"{name} has one class; it needs two, as train/CLASS/*")
-    refuse(size > MOST_BYTES, f"{name} takes {size / 2**30:.0f} GiB at --image-size {S}; make that "
-                              f"smaller, or MOST_BYTES in vit.py larger")
-    images, labels = decode(pictures, S, device)
+    images, labels = decode(pictures, image_size, device)
     held = hold_out(labels, config.seed) if config.patience else torch.zeros_like(labels) > 0
     held_out, images, labels = (images[held], labels[held]), images[~held], labels[~held]
     n = len(images)
     refuse(config.batch_size > n, f"--batch-size {config.batch_size} is more than the {n} images")
-    sample = images[::max(1, n // 1000)].float() / 255
-    std, mean = torch.std_mean(sample, dim=(0, 2, 3), keepdim=True)         # (1, C, 1, 1)
-    return Data(images, labels, *decode(test_pictures, S, device), classes, mean[0],
-                std[0].clamp(min=0.01), config.data != "shapes", held_out)
+    std, mean = torch.std_mean(images[::max(1, n // 1000)] / 255, dim=(0, 2, 3), keepdim=True)
+    return Data(images, labels, *decode(test_pictures, image_size, device), classes, mean[0],
+                std[0].clamp(min=0.01), config.data != "shapes", held_out)     # both (C, 1, 1)
 
 # ---- 12. Checkpoints -----------------------------------------------------------------------------
 #
 # A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
-# and plain values: no code of the file is run to read it (`weights_only`). Log and curves are
-# conveniences: where they cannot be written, open elsewhere perhaps, the run goes on.
+# and plain values: no code of the file is run to read it (`weights_only`).
 
 @dataclass
 class Run:
     """What changes in a run at work."""
-    vit_config: ViTConfig
     model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler
     history: list                   # a dict of figures for each epoch
-    out: str = "vit.pt"             # its checkpoint
-    saved: float = 0.0              # the time of that file, once this run has written it
+    saved: float = 0.0              # the time of its checkpoint, once it has written it
     best: dict = None               # with --patience: the weights of the best held-out epoch
 
 def make_model(name, config):
@@ -1130,14 +1112,14 @@ def make_model(name, config):
         return ViT(config)
     model = models.resnet18(num_classes=config.num_classes)
     model.conv1 = nn.Conv2d(config.in_channels, 64, kernel_size=3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
+    model.maxpool, model.config = nn.Identity(), config
     return model
 
 def chosen(history):
     """What was noted of the best held-out epoch; of the last, if no images are held out."""
     return min(history, key=lambda row: row.get("val_loss", -row["epoch"]))
 
-@contextmanager
+@contextlib.contextmanager
 def beside(path):
     """A file to write, which then takes the place of `path`: a whole one is always there."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")               # two runs share none
@@ -1145,43 +1127,42 @@ def beside(path):
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        raise InputError(f"{path} could not be written ({error.strerror}); make room, or give "
-                         f"another --out") from None
+        hint = "make room, or give another --out"
+        raise InputError(f"{path} could not be written ({error.strerror}); {hint}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
-def make_room(run):
-    """Where the run writes: three paths. What lies there, not its own, is renamed, not lost."""
-    files = [Path(run.out).with_suffix(suffix) for suffix in (".pt", ".csv", ".png")]
-    there, n = list(filter(Path.is_file, files)), 1
-    if files[0] in there and run.saved == os.path.getmtime(run.out):
-        return files
-    while there and any(file.with_suffix(f".old{n}{file.suffix}").exists() for file in files):
-        n += 1
-    for file in there:
-        log(f"note: {file} was there, not of this run; it is now "
-            f"{file.replace(file.with_suffix(f'.old{n}{file.suffix}'))}")
-    return files
+def make_room(files):
+    """Rename files of an earlier run, or of another one at work."""
+    names = ([file.with_suffix(f".old{n}{file.suffix}") for file in files]
+             for n in itertools.count(1))
+    free = next(group for group in names if not any(map(Path.exists, group)))
+    for file, new in zip(files, free):
+        if file.is_file():
+            log(f"note: {file} was there, not of this run; it is now {file.replace(new)}")
 
 def save_run(run, config, data):
     """Write the checkpoint, then the log and the curves anew from its history."""
-    checkpoint = {"format": 1, "vit": asdict(run.vit_config), "train": asdict(config),
+    checkpoint = {"format": 1, "vit": asdict(run.model.config), "train": asdict(config),
                   "images": len(data.images), "classes": data.classes,
                   "mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist(),
                   "model": run.model.state_dict(), "best": run.best,
                   "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                   "scaler": run.scaler.state_dict(), "epoch": len(run.history),
                   "history": run.history}
-    torch.save(checkpoint, memory := BytesIO())
-    with beside(run.out) as file:
+    out, table, curves = files = [Path(config.out).with_suffix(s) for s in (".pt", ".csv", ".png")]
+    torch.save(checkpoint, memory := io.BytesIO())
+    with beside(out) as file:
         file.write_bytes(memory.getbuffer())
-        _, table, curves = make_room(run)
-    run.saved, rows = os.path.getmtime(run.out), [run.history[0], *map(dict.values, run.history)]
+        if not out.is_file() or out.stat().st_mtime != run.saved:
+            make_room(files)
+    run.saved, rows = out.stat().st_mtime, [run.history[0], *map(dict.values, run.history)]
     try:
         with beside(table) as file:
             file.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
-        draw_curves(run.history, curves)
-    except InputError as error:
+        with beside(curves) as file:
+            draw_curves(run.history).savefig(file, format="png")
+    except InputError as error:         # open elsewhere, perhaps
         log(f"note: {error}; the run goes on")
 
 # Weights of others: of timm, DeiT and DINO, which have the names of this file, or of torchvision's
@@ -1202,34 +1183,31 @@ def rename(weights):
 
 def as_checkpoint(file):
     """Weights of others as a checkpoint before any epoch; their tensors say the sizes."""
-    inner = [file[part] for part in ("model", "state_dict", "teacher") if part in file]
-    weights = {name: weight.float() for name, weight in rename((inner or [file])[0]).items()
-               if name not in IMAGENET}
+    inner = next((file[part] for part in ("model", "state_dict", "teacher") if part in file), file)
+    weights = {name: w.float() for name, w in rename(inner).items() if name not in IMAGENET}
     D, _, P, _ = weights["patch_embed.proj.weight"].shape
     weights = {"head.weight": torch.zeros(1, D), "head.bias": torch.zeros(1)} | weights
     side = math.isqrt(weights["pos_embed"].shape[1] - 1)        # no square: refused when loaded
     vit = dict(image_size=side * P, patch_size=P, dim=D, num_classes=len(weights["head.weight"]),
-               depth=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+               depth=sum(name.endswith("norm1.weight") for name in weights),
                num_heads=max(1, D // 64), mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / D)
-    pixels = {name: [float(x) for x in file.get(name, IMAGENET[name])] for name in IMAGENET}
-    return pixels | {"format": 1, "model": weights, "vit": vit, "train": {}, "history": [],
-                     "epoch": 0, "classes": [""] * vit["num_classes"],
+    pixels = {name: torch.as_tensor(file.get(name, IMAGENET[name])).tolist() for name in IMAGENET}
+    return pixels | {"format": 1, "model": weights, "vit": vit, "train": {}, "classes": [],
                      "whose": "the file" if "mean" in file else "ImageNet"}
 
 def load_checkpoint(path, foreign=False):
-    """A checkpoint as a dict: its configurations as objects, mean and std (C, 1, 1), and its model
-    in eval mode as "net", with the best held-out weights, if there are any. With `foreign`, weights
-    of others will do as well. The model is made without memory, and takes over their tensors."""
+    """A checkpoint as a dict: its configurations as objects, mean and std (C, 1, 1), and as "net"
+    its model in eval mode, with the best weights, if there are any. `foreign`: or one of others."""
     try:
-        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
-            raise InputError(f"damaged at {damaged}")   # torch.load looks at no checksums
+        damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
+        refuse(damaged, f"damaged at {damaged}")        # torch.load looks at no checksums
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if foreign and "format" not in checkpoint:
             checkpoint = as_checkpoint(checkpoint)
         refuse(checkpoint.get("format") != 1, f"its format is {checkpoint.get('format')}, not 1")
         vit, config = ViTConfig(**checkpoint["vit"]), TrainConfig(**checkpoint["train"])
         mean, std = (torch.tensor(checkpoint[name]).reshape(3, 1, 1) for name in ("mean", "std"))
-        with torch.device("meta"):      # shapes alone
+        with torch.device("meta"):      # shapes alone; the tensors of the file take their place
             net = make_model(config.model, vit).eval()
         for part in filter(checkpoint.get, ("model", "best")):      # the best last
             checkpoint[part] = rename(checkpoint[part])
@@ -1252,16 +1230,15 @@ def restore_model(path):
 
 def begin_from(start, run, data, config):
     """Give a new run the weights of `start`, a checkpoint or as_checkpoint, and say how."""
-    old, known = start["net"], start["classes"] == data.classes
+    old, model, known = start["net"], run.model, start["classes"] == data.classes
     if not known:
-        old.head = run.model.head                       # which begins anew
-    table = resize_positions(old.pos_embed, old.grid, *run.model.grid)
-    table = table if run.vit_config.pos_embed == "learned" else run.model.pos_embed
-    run.model.load_state_dict(old.state_dict() | {"pos_embed": table})
-    head, whose = "its own" if known else "a new", start.get("whose", "the file")
-    log(f"init    {config.init}: positions of {old.grid} for a grid of {run.model.grid}, {head} "
-        f"head, mean and std of {whose}; "
-        + " ".join(f"{flag(name)} {getattr(config, name)}" for name in FINE_TUNE))
+        old.head = model.head                               # which begins anew
+    table = resize_positions(old.pos_embed, old.grid, *model.grid)
+    table = table if model.config.pos_embed == "learned" else model.pos_embed
+    model.load_state_dict(old.state_dict() | {"pos_embed": table})
+    log(f"init    {config.init}: positions of {old.grid} for a grid of {model.grid}, "
+        f"{'its own' if known else 'a new'} head, mean and std of {start.get('whose', 'the file')};"
+        + "".join(f" {flag(name)} {getattr(config, name)}" for name in FINE_TUNE))
 
 def go_on(checkpoint, run, data, config):
     """Give a run the state in which it was saved. Raises InputError if the data are others."""
@@ -1279,15 +1256,15 @@ def go_on(checkpoint, run, data, config):
 
 def prepare(config, vit_config, checkpoint=None):
     """Load the data, make or restore the model, and say what is about to be done."""
-    device, (rank, count) = pick_device(config.device), processes()
-    dtype = pick_precision(config.amp, device)
+    device, (rank, total) = pick_device(config.device), processes()
+    dtype, S = pick_precision(config.amp, device), vit_config.image_size
     join_processes(device, config.batch_size)
     if rank > 0:
         distributed.barrier()           # process 0 reads the data first: it may have to download
-    data = load_data(config, vit_config.image_size, device)
-    if rank == 0 and count > 1:
+    data = load_data(config, S, device)
+    if rank == 0 and total > 1:
         distributed.barrier()
-    vit, S = replace(vit_config, num_classes=len(data.classes)), vit_config.image_size
+    vit = replace(vit_config, num_classes=len(data.classes))
     torch.manual_seed(config.seed)
     model = make_model(config.model, vit).to(device)
     for name, parameter in model.named_parameters():
@@ -1298,21 +1275,20 @@ def prepare(config, vit_config, checkpoint=None):
     if config.init:                     # pixels as those weights know them
         data.mean, data.std = checkpoint["mean"].to(device), checkpoint["std"].to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(vit, model, make_optimizers(model, config, dtype), scaler, [], config.out)
+    run = Run(model, make_optimizers(model, config, dtype), scaler, history=[])
     if checkpoint:
         (go_on if config.resume else begin_from)(checkpoint, run, data, config)
-    patches, name = (S // vit.patch_size) ** 2, config.model
+    name, patches = config.model, (S // vit.patch_size) ** 2
     if name == "vit":
         name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
         if not 16 <= patches <= 1024:
-            log(f"warning: {patches:,} patches are {'few' if patches < 16 else 'many'}; usual are "
-                f"49 to 196, by another --patch-size")
+            few = "few" if patches < 16 else "many"
+            log(f"warning: {patches:,} patches are {few}; try another --patch-size")
     log(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
         f"images of {S} x {S}, {len(data.classes)} classes, {len(data.held_out[1]):,} held out\n"
         f"run     {config.epochs} epochs in batches of {config.batch_size}, "
-        f"{' + '.join(type(o).__name__ for o in run.optimizers)}, seed {config.seed}, on {device} "
-        f"in {str(dtype).removeprefix('torch.')}")
+        f"{' + '.join(type(o).__name__ for o in run.optimizers)}, {device}, {dtype}")
     return run, data, dtype
 
 # ---- 13. Pictures --------------------------------------------------------------------------------
@@ -1323,21 +1299,14 @@ def times_uniform(values):
     return values / mean.where(mean > 0, 1)
 
 def blend(view, maps, top, side, columns=1):
-    """Lay maps (n, rows, cols), 0 to `top`, over the PIL image `view`: a grid (3, height, width).
-
-    The image, about `side` pixels each, is dimmed, and heat is the more opaque the hotter. The
-    square root keeps weak structure visible beside one patch of 50 x uniform.
-    """
+    """Maps (n, rows, cols), 0 to `top`, over the PIL image `view`, about `side` pixels each, as one
+    grid (3, height, width): the hotter a patch, the less of the dimmed image is seen there."""
     S = maps.shape[2] * max(1, round(side / maps.shape[2]))     # whole pixels a patch
     image = pil_to_tensor(view.resize((S, S))) / 255
     image = image * 0.25 / image.mean().clamp(min=0.25)         # a dark photograph is dark enough
-    heat = F.interpolate((maps / top).sqrt()[:, None], (S, S))                  # (n, 1, S, S)
+    heat = F.interpolate((maps / top).sqrt()[:, None], (S, S))  # the root shows weak heat as well
     color = torch.from_numpy(cm.inferno(heat[:, 0].numpy())[..., :3]).movedim(-1, 1)
     return make_grid(torch.lerp(image, color.float(), 0.8 * heat), nrow=columns)
-
-def place(figure, x, y, width, height):
-    """Axes on the slide; pixels from its upper left corner."""
-    return figure.add_axes((x / 1600, 1 - (y + height) / 900, width / 1600, height / 900))
 
 def show(axes, image, title="", top=0, **options):
     """An image (C, H, W) under its title and, if it is a map, over its scale: 0 to `top`."""
@@ -1359,68 +1328,64 @@ def draw_answer(axes, photo, view, truth, best, patches):
                  color="red", lw=3, clip_on=False)
     show(axes[1], pil_to_tensor(view), f"the model sees {patches} x {patches} patches",
          extent=2 * (0, patches))
-    axes[1].vlines(range(1, patches), 0, patches, color="white", lw=0.6)
-    axes[1].hlines(range(1, patches), 0, patches, color="white", lw=0.6)
+    for lines in (axes[1].vlines, axes[1].hlines):
+        lines(range(1, patches), 0, patches, color="white", lw=0.6)
     for i, (name, probability) in enumerate(best):
         axes[2].barh(i, probability, height=0.3, color="tab:blue")
         axes[2].text(0, i - 0.25, f"{name:.24} {probability:.1%}", size=13, parse_math=False)
     axes[2].set(xlim=(0, 1), ylim=(4.5, -0.5))
     axes[2].axis("off")
 
-def draw_picture(path, photo, view, model, mean, std, classes, target=None, truth=""):
-    """Look at an RGB PIL image through `view`, its `center_crop`; write a PNG of 1600 x 900 pixels.
-
-    target: the class whose relevance is drawn, by default the most probable; truth: the name of the
-    right one, if it is known. Returns the five most probable: [(class, probability)].
+def draw_picture(photo, model, mean, std, classes, target="", truth=""):
+    """What a model sees in an RGB PIL image: a figure, and the five likeliest [(class, p)].
+    target: the class whose relevance is drawn, else the likeliest; truth: the right one, if known.
     """
+    view = center_crop(photo, model.config.image_size)
     images = normalise(pil_to_tensor(view)[None], mean, std)            # (1, C, S, S)
     with torch.inference_mode():
         logits, attention = model(images, return_attention=True)
     p = logits[0].softmax(dim=0)                                        # (K,)
     best = [(classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
-    c = p.argmax().item() if target is None else target
+    target = target or best[0][0]
+    c = classes.index(target)
     heads = torch.stack([A[0, :, 0, 1:] for A in attention])            # (L, h, N-1)
     maps = torch.stack([heads[-1].mean(dim=0), attention_rollout(attention)[0],
                         relevance(model, images, c)[0]])                # (3, N-1)
     L, h = heads.shape[:2]
     titles = (f"CLS attention, block {L}, all heads", f"rollout, blocks 1 to {L}",
-              f"relevance for {classes[c]:.20} ({p[c]:.0%})")
+              f"relevance for {target:.20} ({p[c]:.0%})")
     heads, maps = (times_uniform(x).reshape(-1, *model.grid) for x in (heads, maps))
     tops = [max(4, x.max().item()) for x in (maps[:2], maps[:2], maps[2], heads)]
     figure, cell = Figure(figsize=(16, 9), dpi=100), min(735 / L, 590 / h)      # of a head's map
     side = min(350, (1500 - cell * h) / 3)
-    axes = [place(figure, 20 + i % 3 * (side + 20), 90 + i // 3 * (side + 32), side, side)
-            for i in range(6)]
+    boxes = [(20 + i % 3 * (side + 20), 90 + i // 3 * (side + 32), side, side) for i in range(6)]
+    boxes.append((1580 - cell * h, 90, cell * h, cell * L))     # pixels, from the upper left
+    *axes, grid = [figure.add_axes((x / 1600, 1 - (y + b) / 900, a / 1600, b / 900))
+                   for x, y, a, b in boxes]
     draw_answer(axes, photo, view, truth, best, model.grid[0])
     for i in range(3):
         show(axes[3 + i], blend(view, maps[i:i + 1], tops[i], side), titles[i], tops[i])
-    grid = place(figure, 1580 - cell * h, 90, cell * h, cell * L)
     show(grid, blend(view, heads, tops[3], cell, h), "", tops[3], extent=(0, h, L, 0))
     grid.set(xticks=[i + 0.5 for i in range(h)], xticklabels=range(1, h + 1), xlabel="head",
              yticks=[i + 0.5 for i in range(L)], yticklabels=range(1, L + 1), ylabel="block")
     grid.tick_params(length=0, labeltop=True, labelbottom=False)
     grid.xaxis.set_label_position("top")
-    title = f"The answer: {best[0][0]:.30} ({best[0][1]:.0%})"
-    figure.text(0.0125, 0.95, title, size=20, weight="bold", parse_math=False)
-    figure.text(0.9875, 0.95, "The evidence: CLS attention", size=20, weight="bold", ha="right")
+    bold = dict(y=0.95, size=20, weight="bold", parse_math=False)
+    figure.text(x=0.0125, s=f"The answer: {best[0][0]:.30} ({best[0][1]:.0%})", **bold)
+    figure.text(x=0.9875, s="The evidence: CLS attention", ha="right", **bold)
     figure.text(0.0125, 0.02, "Scale: multiples of uniform attention, 1: no preference. Attention "
                 "is where information flowed, not proof of why (Jain and Wallace, 1902.10186).")
-    with beside(path) as file:
-        figure.savefig(file, format="png")
-    return best
+    return figure, best
 
-def draw_learnt(path, model, images, epoch):
-    """Filters, positions and distances of a model, over images (B, C, S, S), normalised; a PNG."""
+def draw_learnt(model, images, epoch):
+    """Filters, positions and distances of a model, over images (B, C, S, S), normalised."""
     figure = Figure(figsize=(16, 5.4), dpi=100, layout="constrained")
     filters, positions, distances = figure.subplots(1, 3)
-    E = model.patch_embed.proj.weight.detach()                          # (D, C, P, P)
-    if model.config.stem == "conv":
-        filters.set_title("no single patch filters: the stem is convolutional")
-    else:
-        waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
-        waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5     # (up to 28, C*P*P)
-        grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
-        show(filters, grid, f"filters: principal components, after epoch {epoch}")
+    E = next(model.patch_embed.parameters()).detach()       # the first convolution: (D, C, P, P)
+    waves = torch.linalg.svd((E - E.mean(dim=0)).flatten(1), full_matrices=False).Vh[:28]
+    waves = waves / waves.abs().amax(dim=1, keepdim=True) / 2 + 0.5         # (up to 28, C*P*P)
+    grid = make_grid(waves.reshape(-1, *E.shape[1:]), nrow=7, padding=1, pad_value=1)
+    show(filters, grid, f"filters: principal components, after epoch {epoch}")
     filters.axis("off")
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     grid = make_grid((places @ places.T).reshape(-1, 1, *model.grid), nrow=model.grid[1],
@@ -1428,38 +1393,33 @@ def draw_learnt(path, model, images, epoch):
     show(positions, grid[:1], "cosine similarity of each place with all places", cmap="inferno",
          vmax=1)
     figure.colorbar(positions.images[0], ax=positions, shrink=0.8)
+
+    def reach(attention):                                               # (L, h), pixels
+        return attention_distance(attention, model.grid, model.config.patch_size)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
-        reach = torch.stack([attention_distance(model(image[None], return_attention=True)[1],
-                                                model.grid, model.config.patch_size)
-                             for image in images]).mean(dim=0)          # (L, h)
-    N, blocks = 1 + len(places), range(1, len(reach) + 1)
-    even = attention_distance([torch.ones(1, 1, N, N)], model.grid, model.config.patch_size).item()
-    distances.plot(blocks, reach.numpy(), "o", color="tab:blue")
+        far = sum(reach(model(image[None], return_attention=True)[1]) for image in images)
+    N, blocks = 1 + len(places), range(1, len(far) + 1)
+    even = reach([torch.ones(1, 1, N, N)]).item()
+    distances.plot(blocks, far / len(images), "o", color="tab:blue")
     distances.axhline(even, color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
                   xticks=blocks, ylim=(0, 1.5 * even or 1))
     distances.legend()
-    with beside(path) as file:
-        figure.savefig(file, format="png")
+    return figure
 
-def draw_curves(history, path):
-    """Loss and accuracy (0 to 1) over the epochs, a PNG."""
+def draw_curves(history):
+    """Loss and accuracy (0 to 1) over the epochs: a figure."""
     figure = Figure(figsize=(10, 4), dpi=100, layout="constrained")
     for axes, what in zip(figure.subplots(1, 2), ("loss", "accuracy")):
-        for part in ("train", "val", "test"):
-            if f"{part}_{what}" in history[0]:
-                axes.plot([row["epoch"] for row in history],
-                          [row[f"{part}_{what}"] for row in history], "o-", ms=3, label=part)
+        for key in (key for key in history[0] if key.endswith(what)):
+            axes.plot([row["epoch"] for row in history], [row[key] for row in history], "o-", ms=3,
+                      label=key.removesuffix(f"_{what}"))
         axes.set(xlabel="epoch", title=what)
         axes.grid(alpha=0.3)
         axes.legend()
-    with beside(path) as file:
-        figure.savefig(file, format="png")
+    return figure
 
 # ---- 14. The command line ------------------------------------------------------------------------
-#
-# The options of `train` are the fields of the two configurations. argparse leaves out what was not
-# typed (SUPPRESS), so that no default hides what a checkpoint or a variant says.
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -1469,7 +1429,8 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 def add_options(group, cls):
-    """An option for each field with a comment, which is its help text."""
+    """An option for each field with a comment, its help text. What is not typed is left out
+    (SUPPRESS), so that no default hides what a checkpoint or a variant says."""
     source = Path(__file__).read_text(encoding="utf-8")
     notes = dict(re.findall(r"^    (\w+): \w+ = .*?#\s+(.*)", source, re.M))
     for f in (f for f in fields(cls) if f.name in notes):
@@ -1505,14 +1466,11 @@ def check_output(path, suffix, *inputs):
     """Can a file be put at `path`? Asked before hours go into its content."""
     folder, same = Path(path).parent, os.path.realpath(path) in map(os.path.realpath, inputs)
     refuse(os.path.splitext(path)[1] != suffix or Path(path).is_dir() or not folder.is_dir()
-           or not os.access(folder, os.W_OK) or same, f"--out {path} must be a {suffix} file in a "
+           or not os.access(folder, os.W_OK) or same, f"--out {path} must be a {suffix} file, in a "
            f"folder that can be written to, and not the same as one that is read")
 
-# A resumed run is the same run: only where things lie, what computes it, and its length may change.
-# More epochs stretch the schedule: after a finished run the learning rate jumps up again.
-
-MAY_CHANGE = {"resume", "out", "epochs", "data", "device", "compile"}
-KEPT = {"dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem"}     # by --init
+MAY_CHANGE = {"resume", "out", "epochs", "data", "device", "compile"}       # with --resume
+KEPT = {"dim", "depth", "patch_size", "mlp_ratio", "pos_embed", "stem"}     # with --init
 
 def read_options(typed):
     """Both configurations and the checkpoint to begin from, if any, from what was typed."""
@@ -1520,8 +1478,7 @@ def read_options(typed):
         least, most = int(name in FROM_1), 0.99 if name in SHARES else 1e9
         refuse(not isinstance(value, str) and not least <= value <= most,       # a NaN fails, too
                f"{flag(name)} must lie between {least} and {most:g}, not {value}")
-    size = VARIANTS.get(typed.pop("variant", None), ())
-    typed = dict(zip(("dim", "depth", "num_heads", "patch_size"), size)) | typed
+    typed = dict(zip(SIZES, VARIANTS.get(typed.pop("variant", None), ()))) | typed
     source, start, before, kept = typed.get("resume", typed.get("init")), None, {}, set()
     if "resume" in typed:
         start, kept = load_checkpoint(source), typed.keys() - MAY_CHANGE
@@ -1536,9 +1493,10 @@ def read_options(typed):
     options = before | typed
     vit, config = (cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
                    for cls in (ViTConfig, TrainConfig))
-    done, planned = (start["epoch"], before["epochs"]) if config.resume else (0, 0)
-    refuse(config.epochs < max(done + 1, planned), f"{config.resume} has had "
-           f"{done} of {planned} epochs; it cannot be made shorter, only longer, by --epochs")
+    if config.resume:
+        done, planned = start["epoch"], before["epochs"]
+        refuse(config.epochs < max(done + 1, planned), f"{source} has had {done} of {planned} "
+               f"epochs; it cannot be made shorter, only longer, by --epochs")
     cnn = "resnet18" in (config.model, start and start["train"].model)
     refuse(cnn and (config.init or config.freeze or config.layer_decay != 1),
            "--init, --freeze and --layer-decay are for a ViT, not for a CNN")
@@ -1548,75 +1506,72 @@ def read_options(typed):
 
 def run_train(typed):
     vit, config, start = read_options(typed)
-    run = None
+    run, data, dtype = prepare(config, vit, start)
     try:
-        run, data, dtype = prepare(config, vit, start)
         train(run, data, config, dtype)
     except KeyboardInterrupt:
-        saved = run.out if run and run.saved else config.resume
+        saved = config.out if run.saved else config.resume
         log(f"stopped; go on with: python vit.py train --resume {shlex.quote(saved)}" if saved else
             "stopped in the first epoch; nothing is saved yet")
         raise
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    out, row = shlex.quote(run.out), chosen(run.history)
+    out, row = shlex.quote(config.out), chosen(run.history)
     log(f"test accuracy {row['test_accuracy']:.2%} after epoch {row['epoch']}"
         f"{', the best on held-out images' if config.patience else ''}\n"
-        f"wrote {run.out}, with its log (.csv) and curves (.png)\n"
-        f"next: python vit.py eval --ckpt {out}\n"
-        f"      python vit.py viz --ckpt {out} --image test:0")
+        f"wrote {config.out}, with its log (.csv) and curves (.png)\n"
+        f"next: python vit.py eval --ckpt {out}, or viz --ckpt {out} --image test:0")
 
 def run_eval(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
     config, classes, size = checkpoint["train"], checkpoint["classes"], checkpoint["vit"].image_size
-    device, name, K = pick_device(typed["device"]), typed["data"] or config.data, len(classes)
+    device, name = pick_device(typed["device"]), typed["data"] or config.data
     pictures, found = open_split(name, "any" if typed["data"] else "test", size)
-    unknown = ", ".join(c for c in found if c not in classes)
-    refuse(unknown, f"--data {name} has classes that the model does not know: {unknown}; it knows "
-                    f"{', '.join(classes)}")
+    unknown = [c for c in found if c not in classes]
+    refuse(unknown, f"--data {name} has {unknown}; the model knows {', '.join(classes)}")
     images, labels = decode(pictures, size, device)
     labels = torch.tensor([classes.index(c) for c in found], device=device)[labels]
     guess = predict(model.to(device), images, mean.to(device), std.to(device),
                     pick_precision(config.amp, device), config.batch_size).argmax(dim=1)
-    table = torch.bincount(labels * K + guess, minlength=K * K).reshape(K, K)   # row: true class
-    log(f"test accuracy {(guess == labels).float().mean():.2%} on {len(labels):,} images of {name}"
-        f"\n\naccuracy  class")
+    right = guess == labels
+    log(f"test accuracy {right.float().mean():.2%} on {len(labels):,} images of {name}\n\n"
+        f"accuracy  class")
     for i in labels.unique():
-        log(f"{table[i, i] / table[i].sum():8.1%}  {classes[i]}")
+        log(f"{right[labels == i].float().mean():8.1%}  {classes[i]}")
     log("\nmistakes  the most frequent")
-    for i in table.fill_diagonal_(0).flatten().topk(min(5, K)).indices.tolist():
-        if count := table[i // K, i % K].item():
-            log(f"{count:8}  {classes[i // K]} taken for {classes[i % K]}")
+    mistakes = Counter(zip(labels[~right].tolist(), guess[~right].tolist()))
+    for (i, j), times in mistakes.most_common(5):
+        log(f"{times:8}  {classes[i]} taken for {classes[j]}")
 
 def run_viz(typed):
     checkpoint, model, mean, std = restore_model(typed["ckpt"])
     classes, name, target, truth = checkpoint["classes"], typed["image"], typed["target"], ""
-    refuse(checkpoint["train"].model != "vit",
-           f"{typed['ckpt']} holds a CNN, which has no attention to draw; try eval")
+    refuse(checkpoint["train"].model != "vit", "a CNN has no attention to draw; try eval")
     refuse(target and (target not in classes or name is None),
            f"--target {target} must be one of {', '.join(classes)}, with an --image")
     stem = "learnt" if name is None else Path(name.replace(":", "_")).stem + "_attention"
-    out, size, photo = typed["out"] or f"{stem}.png", model.config.image_size, Path(name or "")
-    check_output(out, ".png", typed["ckpt"], name or "")
+    out, size, photo, said = typed["out"] or f"{stem}.png", model.config.image_size, name or "", ""
     if name is None or name.startswith("test:"):
         tests, known = open_split(typed["data"] or checkpoint["train"].data, "test", size)
-    if name is None:
-        picked = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
-        images, _ = decode([tests[i] for i in picked], size, "cpu")
-        draw_learnt(out, model, normalise(images, mean, std), checkpoint["epoch"])
-        return log(f"wrote {out}")
-    if name.startswith("test:"):
+    if name and name.startswith("test:"):
         names = [f"test:{i}" for i in range(len(tests))]
         refuse(name not in names, f"--image {name} is none of test:0 to {names[-1]}")
         photo, label = tests[names.index(name)]
         truth = known[label]
-        check_output(out, ".png", str(photo))         # a file, if the data are a folder
-    photo = open_image(photo) if isinstance(photo, Path) else photo
-    if min(photo.size) < size:
-        log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
-    best = draw_picture(out, photo, center_crop(photo, size), model, mean, std, classes,
-                        classes.index(target) if target else None, truth)
-    log(f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\nwrote {out}")
+    check_output(out, ".png", typed["ckpt"], str(photo))
+    if name is None:
+        some = torch.linspace(0, len(tests) - 1, min(50, len(tests))).long().tolist()
+        images, _ = decode([tests[i] for i in some], size, "cpu")
+        figure = draw_learnt(model, normalise(images, mean, std), checkpoint["epoch"])
+    else:
+        photo = photo if isinstance(photo, Image.Image) else open_image(photo)
+        if min(photo.size) < size:
+            log(f"warning: {name} is enlarged to the {size} pixels of the model", error=True)
+        figure, best = draw_picture(photo, model, mean, std, classes, target, truth)
+        said = f"{name}: {', '.join(f'{label} {p:.1%}' for label, p in best[:3])}\n"
+    with beside(out) as file:
+        figure.savefig(file, format="png")
+    log(f"{said}wrote {out}")
 
 def main(argv=None):
     """Run the command line `argv` (default: sys.argv); returns the exit code."""
@@ -1626,19 +1581,15 @@ def main(argv=None):
         typed = vars(make_parser().parse_args(argv))
         {"train": run_train, "eval": run_eval, "viz": run_viz}[typed.pop("command")](typed)
         return 0
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as end:                           # of --help and --version
-        return end.code
+    except (KeyboardInterrupt, SystemExit) as end:      # SystemExit: of --help and --version
+        return getattr(end, "code", 130)
     except Exception as error:
         text = " ".join(str(error).split())
-        if isinstance(error, OSError):
-            text = f"{error.filename or 'the output'}: {error.strerror}"
-        elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             text = f"--compile does not work here, leave it out ({text:.200})"
         elif isinstance(error, MemoryError) or re.search("(enough|of|allocate) memory", text):
             text = "memory is full; a smaller --batch-size, --image-size or model needs less"
-        elif not isinstance(error, InputError):
+        elif not isinstance(error, (InputError, OSError)):
             raise                                       # a fault of ours keeps its traceback
         time.sleep(5 * (processes()[0] > 0))            # of several processes the first speaks, and
         log(f"vit.py: {text}", error=True)              # then torchrun ends the others
