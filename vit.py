@@ -29,7 +29,6 @@ Left out, to stay readable: worker processes, other models and tasks. A comment 
 # ================================ Part I: the lesson ==============================================
 
 # ---- 1. Symbols and configuration ----------------------------------------------------------------
-#
 # These letters mean the same in every shape of this file:
 #
 #   B  images in a batch             N  tokens: (H/P)(W/P) patches and one class token
@@ -42,9 +41,10 @@ Left out, to stay readable: worker processes, other models and tasks. A comment 
 # paper: its N counts the patches only, which are N-1 here. Section 5 explains the class token.
 
 import math, time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +75,8 @@ class ViTConfig:
     mlp_ratio: float = 4.0      # hidden width of the MLP / dim
     dropout: float = 0.0        # share of numbers set to 0 in training
     drop_path: float = 0.0      # share of branches (section 4) left out, rising from 0 to this
-    pos_embed: str = "learned"  # how places are told apart: learned, sine, rope or none (section 5)
-    stem: str = "patch"         # patch: tokens by one matrix; conv: by convolutions (section 2)
+    pos_embed: Literal["learned", "sine", "rope", "none"] = "learned"  # how places are told apart
+    stem: Literal["patch", "conv"] = "patch"    # tokens by one matrix, or by convolutions
 
     def __post_init__(self):
         S, P, D, h = self.image_size, self.patch_size, self.dim, self.num_heads
@@ -89,7 +89,6 @@ class ViTConfig:
                f"--stem conv needs a --patch-size of 2, 4, 8, ..., and half of it to divide --dim")
 
 # ---- 2. Patches: an image becomes tokens ---------------------------------------------------------
-#
 # A Transformer reads a list of vectors, its tokens. The obvious tokens are the pixels, but
 # attention compares all with all, N x N pairs: a 224 x 224 image has 50,176 pixels, so 2.5 billion
 # pairs in every block. Cut into patches of 16 x 16 it has 196 tokens and 38 thousand pairs. For
@@ -130,7 +129,6 @@ class PatchEmbed(nn.Module):
         return x.flatten(2).transpose(1, 2)                     # (B, N-1, D)
 
 # ---- 3. Attention --------------------------------------------------------------------------------
-#
 # A token on a cat's ear should find out that there is another ear. So every token asks a question,
 # its query q_i. It also offers an answer, its value v_j, under a heading, its key k_j. All three
 # are linear maps of the token (in the code with a bias each). With one token a row, x is (N, D).
@@ -197,7 +195,6 @@ class Attention(nn.Module):
         return self.dropout(self.proj(x)), attention
 
 # ---- 4. MLP, drop path, block --------------------------------------------------------------------
-#
 # Attention moves information between tokens, but for given weights A it is linear: a token can mix
 # "pointed" and "furry", not decide that both are there. The MLP can. It takes each token alone, all
 # with the same weights: widen to four times D, to test for many features, bend each by a non-linear
@@ -258,7 +255,6 @@ class Block(nn.Module):
         return x, attention
 
 # ---- 5. The Vision Transformer -------------------------------------------------------------------
-#
 # The class token. L blocks give N tokens, but we want one answer. So one more token, a learned
 # vector that is the same for every image, is put in front. In each block it gathers from the
 # patches what helps to name the class. At the end it passes a last LayerNorm (eq. 4), as the sum
@@ -369,8 +365,7 @@ class ViT(nn.Module):
     def forward(self, images, return_attention=False):
         B, C, H, W = images.shape
         P = self.config.patch_size
-        if H % P or W % P:
-            raise ValueError(f"images of {H} x {W} pixels cannot be cut into patches of {P}")
+        refuse(H % P or W % P, f"images of {H} x {W} pixels cannot be cut into patches of {P}")
         rows, cols = H // P, W // P
         cls = self.cls_token.expand(B, -1, -1)                          # (B, 1, D)
         x = torch.cat([cls, self.patch_embed(images)], dim=1)           # (B, N, D)
@@ -405,7 +400,6 @@ class ViT(nn.Module):
 # trains a CNN (1512.03385) by AdamW: 83 % after 5 epochs of CIFAR-10 as JPEG files, the ViT 75 %.
 
 # ---- 6. Altered copies ---------------------------------------------------------------------------
-#
 # All images of a data set lie in two uint8 tensors on the device that trains (CIFAR-10: 184 MB),
 # and are altered there: no worker processes to wait for, and one seed draws all that is random.
 
@@ -469,7 +463,8 @@ def shift_and_flip(x, max_shift):
 def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     """A new version of a batch: images uint8 (B, C, H, W) -> float32, labels int64 (B,). The policy
     draws one operation a call, so it is called on slices of 8 images, each with probability
-    `policy_prob`. With probability `mix_prob` it is mixed; the labels are then float32 (B, K)."""
+    `policy_prob`. (On CUDA each call waits for the device a few times.) With probability `mix_prob`
+    the batch is mixed; the labels are then float32 (B, K)."""
     if policy_prob:
         trivial = v2.TrivialAugmentWide(fill=128)                           # grey, where laid bare
         images = torch.cat([trivial(part) if torch.rand(()) < policy_prob else part
@@ -483,7 +478,6 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     return x, labels
 
 # ---- 7. Optimisation -----------------------------------------------------------------------------
-#
 # AdamW (1711.05101), PyTorch's, divides the running mean of each weight's gradient by the root of
 # the running mean of its square, its usual size: every weight moves at about the same pace.
 #
@@ -491,8 +485,9 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
 # the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
-# as well: G = U S V^T becomes U V^T (singular value decomposition: V holds the directions that come
-# in, U those that go out, S the stretch). This is slow, but a polynomial of G acts on S alone:
+# as well: G = U S V^T (as PyTorch stores it, outputs x inputs) becomes U V^T. V holds directions
+# that come in, U those that go out, S how far each is stretched (singular value decomposition). To
+# compute these at each step would be slow, but a polynomial of G acts on S alone:
 #
 #     X <- a X + b (X X^T) X + c (X X^T)^2 X      takes each s to      a s + b s^3 + c s^5
 #
@@ -548,19 +543,6 @@ class Muon(torch.optim.Optimizer):
 # keep asking for stays large. This suits matrices, whose size is how strongly they mix. Biases and
 # the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these are left alone.
 
-def parameter_groups(model):
-    """Three lists: the blocks' matrices, other weights that decay, and those that do not."""
-    matrices, decay, no_decay = [], [], []
-    in_blocks = {p for module in model.modules() if isinstance(module, Block)
-                 for p in module.parameters()}
-    for name, parameter in model.named_parameters():
-        group = matrices if parameter in in_blocks else decay
-        if not name.endswith("weight") or parameter.ndim == 1:
-            group = no_decay
-        if parameter.requires_grad:                     # not: `sine`, and what is frozen
-            group.append(parameter)
-    return matrices, decay, no_decay
-
 def layers_above(name, depth):
     """How many layers are above that of a parameter: head 0, last block 1, patches depth + 1."""
     if name.startswith("blocks."):
@@ -569,24 +551,24 @@ def layers_above(name, depth):
 
 def make_optimizers(model, config, dtype=torch.float32):
     """AdamW and Muon, or AdamW alone: a list. Every group notes its highest rate as "peak"."""
-    matrices, decay, no_decay = parameter_groups(model)
-    if config.optimizer == "adamw":
-        matrices, decay = [], matrices + decay
-    depth = sum(isinstance(module, Block) for module in model.modules())
-    share = {p: config.layer_decay ** layers_above(name, depth)          # of the rate: section 8
-             for name, p in model.named_parameters()}
-    qkv = {m.qkv.weight for m in model.modules() if isinstance(m, Attention)}
-
-    def groups(parameters, peak, weight_decay):                         # one for each rate
-        layers = {s: [p for p in parameters if share[p] == s] for s in map(share.get, parameters)}
-        return [{"params": layer, "peak": peak * s, "weight_decay": weight_decay,
-                 "chunks": [3 if p in qkv else 1 for p in layer]} for s, layer in layers.items()]
-    optimizers = [torch.optim.AdamW(groups(decay, config.lr, config.weight_decay)
-                                    + groups(no_decay, config.lr, 0.0))]
-    if matrices:
-        fast = dtype if dtype == torch.bfloat16 else torch.float32      # fp16: too small a range
-        optimizers.append(Muon(groups(matrices, config.muon_lr, config.weight_decay), dtype=fast))
-    return optimizers
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    in_blocks = {p for block in blocks for p in block.parameters()}
+    qkv = {block.attn.qkv.weight for block in blocks}
+    groups = defaultdict(list)      # of the parameters that share optimizer, decay and rate
+    for name, p in model.named_parameters():
+        matrix = name.endswith("weight") and p.ndim > 1
+        muon = matrix and p in in_blocks and config.optimizer == "muon"
+        peak = config.muon_lr if muon else config.lr
+        share = config.layer_decay ** layers_above(name, len(blocks))   # of the rate: section 8
+        if p.requires_grad:         # not: `sine`, and what is frozen
+            groups[muon, matrix, peak * share].append(p)
+    adamw, muon = ([{"params": group, "peak": peak, "weight_decay": config.weight_decay * matrix,
+                     "chunks": [3 if p in qkv else 1 for p in group]}
+                    for (by_muon, matrix, peak), group in groups.items() if by_muon == kind]
+                   for kind in (False, True))
+    adamw.sort(key=lambda group: group["weight_decay"] == 0)            # the matrices first
+    fast = dtype if dtype == torch.bfloat16 else torch.float32          # fp16: too small a range
+    return [torch.optim.AdamW(adamw)] + ([Muon(muon, dtype=fast)] if muon else [])
 
 # The learning rate rises along a line, because at first the direction changes fast and the running
 # means rest on few samples: full steps could go far in a wrong direction. Then it falls along half
@@ -636,7 +618,7 @@ class Recipe:
     """How a model is trained. Each number is a default of the command line."""
     epochs: int = 100               # passes over the training images
     batch_size: int = 128           # images in a step
-    optimizer: str = "muon"         # muon for the blocks' matrices, adamw for the rest; or adamw
+    optimizer: Literal["muon", "adamw"] = "muon"    # muon: for the blocks' matrices alone
     muon_lr: float = 0.006          # peak learning rate of Muon
     lr: float = 1e-3                # peak learning rate of AdamW
     weight_decay: float = 0.05      # pull of the matrices to 0
@@ -687,9 +669,9 @@ def evaluate(model, data, dtype, batch_size, part=()):
 # Now the epoch. A `Run` (section 12) holds what changes while training: model, optimizers, scaler,
 # and the history, a dict of figures for each epoch. The random numbers depend on seed, epoch and
 # process alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway. To
-# read the loss is to wait for the GPU. So it is read twice a second, not at every step, and
-# checked: once it is not finite, all further steps are wasted. `log` (section 10) prints the status
-# line; that of step 21 stays, to tell early how long the run will take.
+# read the loss is to wait for the GPU. So it is read at every twentieth step there, and checked:
+# once it is not finite, all further steps are wasted. `log` (section 10) prints the status line;
+# that of step 21 stays, to tell early how long the run will take.
 #
 # Several GPUs. `torchrun --nproc-per-node M` starts M processes, each with the model on its own
 # device and every M-th image of a batch. DistributedDataParallel averages the gradients over them
@@ -713,7 +695,7 @@ def train_epoch(run, data, config, dtype):
     total_steps, total = config.epochs * steps, torch.zeros(2, device=device)
     policy_prob = augment_strength(config.epochs) if data.augmented else 0.0
     mix_prob = policy_prob / 2 if epoch < 0.9 * config.epochs else 0.0
-    begun = looked = time.perf_counter()
+    begun = time.perf_counter()
     for i in range(steps):
         step = epoch * steps + i
         for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
@@ -728,10 +710,8 @@ def train_epoch(run, data, config, dtype):
         if labels.ndim == 2:            # mixed: the right answer is the class with the larger part
             labels = labels.argmax(dim=1)                                   # (B / count,)
         total += torch.stack([loss.detach(), (logits.argmax(dim=1) == labels).float().mean()])
-        now = time.perf_counter()
-        due = now - looked > 0.5 if count == 1 else i % 20 == 0     # all at the same steps
-        if due or step == 20 or i + 1 == steps:
-            looked, pace = now, (now - begun) / (i + 1)                     # seconds a step
+        if device.type == "cpu" or i % 20 == 0 or i + 1 == steps:
+            pace = (time.perf_counter() - begun) / (i + 1)                  # seconds a step
             figures = total / (i + 1) / count
             if count > 1:
                 distributed.all_reduce(figures)                             # the sum
@@ -773,7 +753,6 @@ def train(run, data, config, dtype):
             break
 
 # ---- 9. Seeing: attention, rollout, relevance ----------------------------------------------------
-#
 # Where did the model look? Three answers, each of which takes in more than the last. They use the
 # weights A of section 3, (B, h, N, N) for every block, and give a number for every patch. The
 # first, CLS attention, is what the class token (CLS, token 0) took from each patch in block l: the
@@ -863,8 +842,6 @@ def attention_distance(attention, grid, patch_size):
 # ---- 10. Options ---------------------------------------------------------------------------------
 
 import argparse, contextlib, io, itertools, os, pickle, re, shlex, shutil, sys, warnings, zipfile
-from collections import Counter
-from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from matplotlib import cm, colors
@@ -878,17 +855,14 @@ from torchvision.utils import make_grid
 class TrainConfig(Recipe):
     """A run: the recipe, where things lie, and what computes them."""
     data: str = "cifar10"   # cifar10, shapes (built in), or a folder: train/CLASS/*, test/CLASS/*
-    model: str = "vit"      # vit, or resnet18: a CNN to compare it with; heeds --image-size
+    model: Literal["vit", "resnet18"] = "vit"   # a CNN to compare with; heeds --image-size
     out: str = "vit.pt"     # checkpoint; log (.csv) and curves (.png) go beside it
     resume: str = ""        # a checkpoint whose run is to go on; its settings are kept
     init: str = ""          # weights to begin from: a checkpoint, or of timm, DeiT, torchvision
-    device: str = "auto"    # auto takes cuda, then mps, then cpu
-    amp: str = "auto"       # precision of products; auto: bf16, or fp16 on CUDA, where it is fast
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of them that is there
+    amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # precision of products; auto: a fast one
     compile: bool = False   # have torch.compile build faster code first (worth it on a GPU)
 
-WORDS = {"optimizer": ["muon", "adamw"], "pos_embed": ["learned", "sine", "rope", "none"],
-         "stem": ["patch", "conv"], "model": ["vit", "resnet18"],
-         "device": ["auto", "cuda", "mps", "cpu"], "amp": ["auto", "bf16", "fp16", "off"]}
 FROM_1 = ("image_size", "patch_size", "dim", "depth", "num_heads", "epochs", "batch_size")
 SHARES = ("dropout", "drop_path", "warmup", "label_smoothing")      # below 1, or nothing is left
 SIZES = ("dim", "depth", "num_heads", "patch_size")
@@ -924,15 +898,6 @@ def pick_precision(amp, device):
         amp = "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "off"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
 
-def join_processes(device, batch_size):
-    """Under torchrun: take a GPU of this process's own, and meet the other processes."""
-    total, cuda = processes()[1], device.type == "cuda"
-    refuse(batch_size % total, f"--batch-size {batch_size} does not divide by {total} processes")
-    if total > 1 and cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
-    if total > 1:
-        distributed.init_process_group("nccl" if cuda else "gloo")
-
 # ---- 11. Images and data sets --------------------------------------------------------------------
 
 def open_image(path):
@@ -959,9 +924,8 @@ def center_crop(image, size):
     """The largest square in the middle of a PIL image, resized to `size` x `size` pixels."""
     return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
 
-# The data set `shapes` needs no file: a coloured disc or ring at a random place, of a random size,
-# over a cloudy grey ground and a grey disc or ring that means nothing. The class is colour and form
-# together. As we know which pixels carry the answer, an attention map can be checked (test_vit.py).
+# The data set `shapes`: a coloured disc or ring over clouds and a grey one that means nothing. We
+# know which pixels carry the answer, so that attention maps can be checked (test_vit.py).
 
 COLOURS = {"red": (220, 50, 50), "green": (50, 180, 70), "blue": (60, 90, 220),
            "yellow": (220, 200, 50), "purple": (170, 60, 190)}
@@ -997,7 +961,6 @@ def make_shapes(n, image_size, seed):
 
 SUFFIXES = {*datasets.folder.IMG_EXTENSIONS, ".avif", ".gif", ".ico", ".jfif", ".jp2", ".tga"}
 TEST_NAMES = ["test", "val", "valid", "validation"]
-MOST_GIB = 16       # of decoded images: more would fill most machines
 
 def folders(path):
     """Those in a folder; hidden ones belong to some program, not to the data."""
@@ -1025,8 +988,7 @@ def open_folder(data, split):
         log(f"note: {len(others):,} files of {part or data} are skipped, as no images that can be "
             f"opened ({', '.join(sorted(set(others))[:5])})")
     if first and not part:
-        log(f"note: {data} has no train and test; every {'fifth ' * (split == 'test')}image of a "
-            f"class is for the test")
+        log(f"note: {data} is undivided; every {'fifth ' * (split == 'test')}image is for testing")
     return classes
 
 def open_split(data, split, image_size):
@@ -1050,7 +1012,7 @@ def decode(pictures, image_size, device):
     """Pairs (PIL image or file, label) as tensors: uint8 (n, 3, S, S), int64 (n,)."""
     n, labels, unreadable = len(pictures), [], []
     gib = n * 3 * image_size**2 / 2**30
-    refuse(gib > MOST_GIB, f"{gib:.0f} GiB of images; a smaller --image-size needs less")
+    refuse(gib > 16, f"{gib:.0f} GiB of images are more than 16; a smaller --image-size needs less")
     images = torch.empty(n, 3, image_size, image_size, dtype=torch.uint8)
     for i, (picture, label) in enumerate(pictures):
         labels.append(label)
@@ -1069,9 +1031,7 @@ def hold_out(labels, seed):
     """Every tenth image of a random order, class by class: bool (n,)."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     order = order[labels.cpu()[order].argsort(stable=True)]     # by class, at random within
-    held = torch.zeros_like(labels, dtype=torch.bool)
-    held[order[::10]] = True
-    return held
+    return torch.zeros_like(labels).index_fill(0, order[::10].to(labels.device), 1).bool()
 
 def load_data(config, image_size, device):
     """Both parts of config.data. Raises InputError when they cannot be trained on."""
@@ -1091,10 +1051,6 @@ def load_data(config, image_size, device):
                 std[0].clamp(min=0.01), config.data != "shapes", held_out)     # both (C, 1, 1)
 
 # ---- 12. Checkpoints -----------------------------------------------------------------------------
-#
-# A checkpoint holds what a run needs to go on and what `viz` needs to rebuild the model, as tensors
-# and plain values: no code of the file is run to read it (`weights_only`).
-
 @dataclass
 class Run:
     """What changes in a run at work."""
@@ -1127,8 +1083,7 @@ def beside(path):
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        hint = "make room, or give another --out"
-        raise InputError(f"{path} could not be written ({error.strerror}); {hint}") from None
+        raise InputError(f"{path} could not be written: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -1165,8 +1120,7 @@ def save_run(run, config, data):
     except InputError as error:         # open elsewhere, perhaps
         log(f"note: {error}; the run goes on")
 
-# Weights of others: of timm, DeiT and DINO, which have the names of this file, or of torchvision's
-# VisionTransformer, which has others. A model that was wrapped left a prefix.
+# timm, DeiT and DINO use the names of this file; torchvision's are others. A wrapper left a prefix.
 
 RENAMED = {
     r"_orig_mod\.|module\.|backbone\.": "", "conv_proj": "patch_embed.proj", "ln_": "norm",
@@ -1201,7 +1155,7 @@ def load_checkpoint(path, foreign=False):
     try:
         damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
         refuse(damaged, f"damaged at {damaged}")        # torch.load looks at no checksums
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)    # runs no code of it
         if foreign and "format" not in checkpoint:
             checkpoint = as_checkpoint(checkpoint)
         refuse(checkpoint.get("format") != 1, f"its format is {checkpoint.get('format')}, not 1")
@@ -1258,7 +1212,10 @@ def prepare(config, vit_config, checkpoint=None):
     """Load the data, make or restore the model, and say what is about to be done."""
     device, (rank, total) = pick_device(config.device), processes()
     dtype, S = pick_precision(config.amp, device), vit_config.image_size
-    join_processes(device, config.batch_size)
+    if total > 1 and device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))    # from here on "cuda" means it
+    if total > 1:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if rank > 0:
         distributed.barrier()           # process 0 reads the data first: it may have to download
     data = load_data(config, S, device)
@@ -1282,8 +1239,7 @@ def prepare(config, vit_config, checkpoint=None):
     if name == "vit":
         name = f"{vit.depth} blocks, {vit.num_heads} heads, width {vit.dim}, {patches + 1} tokens"
         if not 16 <= patches <= 1024:
-            few = "few" if patches < 16 else "many"
-            log(f"warning: {patches:,} patches are {few}; try another --patch-size")
+            log(f"warning: usual are 16 to 1,024 patches, not {patches:,}; see --patch-size")
     log(f"model   {name}, {sum(p.numel() for p in model.parameters()):,} parameters\n"
         f"data    {config.data}: {len(data.images):,} training and {len(data.test_images):,} test "
         f"images of {S} x {S}, {len(data.classes)} classes, {len(data.held_out[1]):,} held out\n"
@@ -1337,9 +1293,8 @@ def draw_answer(axes, photo, view, truth, best, patches):
     axes[2].axis("off")
 
 def draw_picture(photo, model, mean, std, classes, target="", truth=""):
-    """What a model sees in an RGB PIL image: a figure, and the five likeliest [(class, p)].
-    target: the class whose relevance is drawn, else the likeliest; truth: the right one, if known.
-    """
+    """What a model sees in an RGB PIL image: a figure, and the five likeliest [(class, p)]. The
+    relevance is that of `target`, else of the likeliest; `truth` is the right one, if known."""
     view = center_crop(photo, model.config.image_size)
     images = normalise(pil_to_tensor(view)[None], mean, std)            # (1, C, S, S)
     with torch.inference_mode():
@@ -1390,20 +1345,16 @@ def draw_learnt(model, images, epoch):
     places = F.normalize(model.pos_embed.detach()[0, 1:], dim=1)        # (N-1, D)
     grid = make_grid((places @ places.T).reshape(-1, 1, *model.grid), nrow=model.grid[1],
                      padding=1, pad_value=torch.nan)
-    show(positions, grid[:1], "cosine similarity of each place with all places", cmap="inferno",
-         vmax=1)
+    show(positions, grid[:1], "cosine similarity of each place with all", cmap="inferno", vmax=1)
     figure.colorbar(positions.images[0], ax=positions, shrink=0.8)
-
-    def reach(attention):                                               # (L, h), pixels
-        return attention_distance(attention, model.grid, model.config.patch_size)
+    sizes, N = (model.grid, model.config.patch_size), 1 + len(places)
     with torch.inference_mode():        # one by one: 50 large images at once need much memory
-        far = sum(reach(model(image[None], return_attention=True)[1]) for image in images)
-    N, blocks = 1 + len(places), range(1, len(far) + 1)
-    even = reach([torch.ones(1, 1, N, N)]).item()
+        far = sum(attention_distance(model(x[None], True)[1], *sizes) for x in images)  # (L, h)
+    even, blocks = attention_distance([torch.ones(1, 1, N, N)], *sizes), range(1, len(far) + 1)
     distances.plot(blocks, far / len(images), "o", color="tab:blue")
-    distances.axhline(even, color="gray", ls="--", label="attention to all alike")
+    distances.axhline(even.item(), color="gray", ls="--", label="attention to all alike")
     distances.set(title="how far each head looks", xlabel="block", ylabel="mean distance, pixels",
-                  xticks=blocks, ylim=(0, 1.5 * even or 1))
+                  xticks=blocks, ylim=(0, 1.5 * even.item() or 1))
     distances.legend()
     return figure
 
@@ -1412,8 +1363,7 @@ def draw_curves(history):
     figure = Figure(figsize=(10, 4), dpi=100, layout="constrained")
     for axes, what in zip(figure.subplots(1, 2), ("loss", "accuracy")):
         for key in (key for key in history[0] if key.endswith(what)):
-            axes.plot([row["epoch"] for row in history], [row[key] for row in history], "o-", ms=3,
-                      label=key.removesuffix(f"_{what}"))
+            axes.plot([r["epoch"] for r in history], [r[key] for r in history], "o-", label=key)
         axes.set(xlabel="epoch", title=what)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -1428,19 +1378,11 @@ class Parser(argparse.ArgumentParser):
 def flag(name):
     return "--" + name.replace("_", "-")
 
-def add_options(group, cls):
-    """An option for each field with a comment, its help text. What is not typed is left out
-    (SUPPRESS), so that no default hides what a checkpoint or a variant says."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    notes = dict(re.findall(r"^    (\w+): \w+ = .*?#\s+(.*)", source, re.M))
-    for f in (f for f in fields(cls) if f.name in notes):
-        takes = dict(type=f.type, choices=WORDS.get(f.name))
-        if f.type is bool:
-            takes = dict(action=argparse.BooleanOptionalAction)
-        group.add_argument(flag(f.name), default=argparse.SUPPRESS, **takes,
-                           help=f"{notes[f.name]} (default: {f.default or repr(f.default)})")
-
 def make_parser():
+    """The options of train are the fields with a comment, their help. What is not typed is left
+    out (SUPPRESS), so that no default hides what a checkpoint or a variant says."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    notes = dict(re.findall(r"^    (\w+): .* = .*?#\s+(.*)", source, re.M))
     parser = Parser(prog="vit.py", allow_abbrev=False,
                     description="Train a Vision Transformer, and see what it looks at.")
     parser.add_argument("--version", action="version", version=f"vit.py {__version__}")
@@ -1448,16 +1390,21 @@ def make_parser():
     fit, test, look = (commands.add_parser(name, help=text, allow_abbrev=False) for name, text in (
         ("train", "train a model"), ("eval", "test it, class by class"),
         ("viz", "see what it looks at")))
-    add_options(fit.add_argument_group("training"), TrainConfig)
-    add_options(group := fit.add_argument_group("model"), ViTConfig)
+    for title, cls in (("training", TrainConfig), ("model", ViTConfig)):
+        group = fit.add_argument_group(title)
+        for f in (f for f in fields(cls) if f.name in notes):
+            words = get_args(f.type)
+            kind = dict(choices=words) if words else dict(type=f.type)
+            kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else kind
+            group.add_argument(flag(f.name), default=argparse.SUPPRESS, **kind,
+                               help=f"{notes[f.name]} (default: {f.default or repr(f.default)})")
     group.add_argument("--variant", choices=VARIANTS, default=argparse.SUPPRESS,
                        help="a size by name: sets dim, depth, num-heads and patch-size")
     for p in (test, look):
         p.add_argument("--ckpt", required=True, metavar="FILE", help="what train wrote")
         p.add_argument("--data", help="where test images are (default: what it was trained on)")
-    test.add_argument("--device", default="auto", choices=WORDS["device"])
-    look.add_argument("--image",
-                      help="an image file; test:7 is the eighth test image; none: what it learnt")
+    test.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+    look.add_argument("--image", help="a file; test:7: the eighth test image; none: what it learnt")
     look.add_argument("--target", help="the class of the relevance map (default: the likeliest)")
     look.add_argument("--out", help="the picture (default: IMAGE_attention.png or learnt.png)")
     return parser
@@ -1501,6 +1448,8 @@ def read_options(typed):
     refuse(cnn and (config.init or config.freeze or config.layer_decay != 1),
            "--init, --freeze and --layer-decay are for a ViT, not for a CNN")
     refuse(config.freeze > vit.depth, f"--freeze {config.freeze}: the model has {vit.depth} blocks")
+    refuse(config.batch_size % (total := processes()[1]),
+           f"--batch-size {config.batch_size} does not divide by {total} processes")
     check_output(config.out, ".pt")
     return vit, config, start
 
