@@ -1,6 +1,6 @@
 """vit.py: the Vision Transformer in one file, to be read from top to bottom, and to be run.
 
-The idea in six steps, after Dosovitskiy et al., "An Image is Worth 16x16 Words" (2010.11929):
+The six steps of Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929), the paper:
 
   1. Cut the image into square patches and turn each into a vector: a token.         Section 2
   2. Let every token gather what it needs from all the others: attention.            Section 3
@@ -15,15 +15,15 @@ sets, 12 checkpoints, 13 pictures, 14 the command line. To change the model, Par
 
 Commands (each has --help), with test accuracies (last epoch, seed 0, a Xeon, bf16: section 7):
 
-  python vit.py train --data shapes --epochs 5     nothing to download; 98.7 %, 2 minutes, two cores
+  python vit.py train --data shapes --epochs 5     drawn, no download; 98.7 %, 2 minutes, two cores
   python vit.py train --data DIR --epochs 25       DIR holds CIFAR-10; 88.7 %, 116 minutes, one core
   python vit.py train --epochs 100                 CIFAR-10, the default model and recipe
   python vit.py train --resume vit.pt              continue a stopped run
   python vit.py eval --ckpt vit.pt                 test it, class by class
   python vit.py viz --ckpt vit.pt --image cat.png  what did it look at?
 
-Left out, to stay readable: worker processes, other models and tasks. A comment that begins with
-"paper:" says where the model departs from the paper; the recipe is a later one throughout.
+Left out, to stay readable: worker processes, other tasks, other models but one CNN. A comment that
+begins "paper:" says where the model departs from the paper; the recipe is a later one throughout.
 """
 
 # ================================ Part I: the lesson ==============================================
@@ -74,7 +74,7 @@ class ViTConfig:
     num_heads: int = 3          # attention heads h in a block
     mlp_ratio: float = 4.0      # hidden width of the MLP / dim
     dropout: float = 0.0        # share of numbers set to 0 in training
-    drop_path: float = 0.0      # share of branches (section 4) left out, rising from 0 to this
+    drop_path: float = 0.0      # share of branches (section 4) left out, from 0 in block 1 to this
     pos_embed: Literal["learned", "sine", "rope", "none"] = "learned"  # how places are told apart
     stem: Literal["patch", "conv"] = "patch"    # tokens by one matrix, or by convolutions
 
@@ -96,7 +96,7 @@ class ViTConfig:
 #
 # A patch is laid out as one row p_i, channel by channel, and a learned matrix E makes it a token:
 #
-#     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D)               (paper, eq. 1, without b)
+#     p_i E + b,      p_i in R^(C*P*P),  E in R^(C*P*P x D),  b in R^D        (paper, eq. 1, no b)
 #
 # Below, E is a convolution with kernel and stride P, which is the same sum: each kernel is a column
 # of E folded to (C, P, P), laid on every patch once. test_vit.py cuts by hand and finds the same.
@@ -104,9 +104,9 @@ class ViTConfig:
 # E learns every edge anew for each place it can have in a patch. `--stem conv` (2106.14881) takes
 # small steps instead: 3 x 3 convolutions of stride 2, each of which halves the image, until a patch
 # is one place; then E, now 1 x 1, gives the same grid of tokens. So the first few pixels are read
-# as a CNN reads them (end of section 5): what is near belongs together, and an edge is an edge
-# wherever it lies. The price: 7 % more weights and work in the default model, no E to look at, a
-# token that sees more than its patch, and BatchNorm: in training an image depends on its batch.
+# as a CNN, made of convolutions, reads them (section 5): near pixels belong together; an edge is an
+# edge anywhere. The price: 7 % more weights and work in the default model, no E to look at, tokens
+# that see past their patch, and BatchNorm: in training it scales an image by those of its batch.
 # paper: its hybrid takes the tokens from a ResNet.
 
 class PatchEmbed(nn.Module):
@@ -137,14 +137,14 @@ class PatchEmbed(nn.Module):
 #     q = x W_q,   k = x W_k,   v = x W_v                                        (paper, eq. 5)
 #
 # How well heading j fits question i is a dot product. A softmax (exp of each score over the sum of
-# all) turns a query's scores into weights of sum 1; the token gets the weighted mean of the values:
+# these) turns a query's scores into weights of sum 1; the token gets the weighted mean of values:
 #
 #     A = softmax( q k^T / sqrt(d) ),      output = A v                               (eq. 6, 7)
 #
 # The softmax runs over the keys, the last axis: row i of A says how token i shares its attention.
 #
 # Why sqrt(d)? If the numbers of q and k are independent, with mean 0 and variance 1, their dot
-# product adds up d products and has variance d: scores of size 8 for d = 64. The softmax of such
+# product adds up d products and has variance d, so size sqrt(d), 8 for d = 64. The softmax of such
 # scores is close to 0 or 1, its gradient close to 0, and learning slow. Divided, they have size 1.
 #
 # By hand, one query and three tokens, d = 4:
@@ -175,8 +175,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, return_attention=False, fused=None, rotate=None):
-        """Returns the output and the softmax weights, before dropout. The fused kernel, much faster
-        on CUDA and the default there, stores no weights and returns None for them."""
+        """Returns the output and the softmax weights, before dropout. The fused kernel (the whole
+        else-branch in one call) is fast, the default on CUDA, and returns None for the weights."""
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)  # (B, N, 3, h, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # each (B, h, N, d)
@@ -228,9 +228,9 @@ class MLP(nn.Module):
 # every block; the norm at the start of each branch still hands the branch numbers of one size.
 #
 # This is pre-norm. Follow a gradient back from the end: it has a direct path, through the pluses
-# alone, on which nothing changes it. So some gradient reaches every block whole, whatever the
+# alone, on which nothing changes it. So every block gets that share of it whole, whatever other
 # branches do. The first Transformer had post-norm, x <- norm(x + attention(x)). There the norms lie
-# on that path, and each rescales the gradient once more; such models need great care at the start.
+# on that path, and each rescales the gradient once more; such models need a careful beginning.
 #
 # Drop path (stochastic depth, 1603.09382) leaves a branch out for some images in training, so that
 # no block relies on exactly what another does, and scales up the rest, as dropout does. The rate
@@ -260,16 +260,16 @@ class Block(nn.Module):
 # patches what helps to name the class. At the end it passes a last LayerNorm (eq. 4), as the sum
 # itself was never normalised. Then the head, a linear layer (unrelated to the heads of attention),
 # turns it into K scores, the logits, whose softmax is the probabilities. The mean of the patches,
-# `self.norm(x[:, 1:].mean(dim=1))` in `forward`, would do about as well; but then no row of
-# attention would say what the answer was gathered from. Section 9 draws that row.
+# `self.norm(x[:, 1:].mean(dim=1))` in `forward`, does about as well (paper, D.3); but no row of
+# attention would then say what the answer was gathered from. Section 9 draws that row.
 #
 # The positions. To attention and MLP the tokens are a heap, not a grid: a cat with its ears below
-# its feet would be the same cat. So each place has a learned vector, added to the token there:
+# its feet would be the same cat. So each place, and the class token, has a learned vector to add:
 #
 #     x = [cls; p_1 E + b; ...; p_(N-1) E + b] + E_pos,      E_pos in R^(N x D)           (eq. 1)
 #
-# They begin as waves along the rows and the columns. Each frequency f gives the row r two numbers,
-# sin(f r) and cos(f r), and the column likewise. Rows r and s then have the dot product
+# They begin as waves along the rows and the columns. Each of D/4 frequencies f gives row r the two
+# numbers sin(f r) and cos(f r), and the column likewise. Rows r and s then have the dot product
 #
 #     sin(f r) sin(f s) + cos(f r) cos(f s) = cos(f (r - s)),
 #
@@ -279,7 +279,7 @@ class Block(nn.Module):
 
 def sincos_positions(rows, cols, dim):
     """Waves (rows * cols, dim), float32: sin and cos of the row, of the column, and dim % 4 zeros.
-    Frequencies fall from 1 towards 1/100 (to 1/10,000, for long texts, in 1706.03762)."""
+    Frequencies fall from 1 towards 1/100 (in the first Transformer, 1706.03762, 1/10,000)."""
     frequency = 100 ** -(torch.arange(dim // 4) / max(1, dim // 4))         # (dim//4,)
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))   # (rows*cols, 2)
     row, col = places.T[:, :, None] * frequency                     # (rows*cols, dim//4) each
@@ -287,12 +287,12 @@ def sincos_positions(rows, cols, dim):
     return F.pad(table, (0, dim % 4))                                       # (rows*cols, dim)
 
 # That is `--pos-embed learned`: what a place means is left to the data. `sine` keeps the waves
-# fixed, `none` leaves the heap a heap. `rope` (2104.09864) adds nothing either. It takes the
-# numbers of a query or key in pairs, points in a plane, and turns each about 0: half of them by the
-# angle f r in row r, half by f c in column c. Turn a query by f r and a key by f s: their dot
+# fixed, `none` leaves the heap a heap. `rope` (2104.09864) adds nothing to a token. It takes the
+# numbers i and i + d/2 of a query or key as a point in a plane, and turns each about 0: half of
+# them by f r in row r, half by f c in column c. Turn a query by f r and a key by f s: their dot
 # product is as if the query alone were turned by f (r - s). So the score of two patches hangs on
 # what they hold and on their offset alone. This suits images: eyes are above a nose wherever the
-# face is; the other schemes must learn that place by place. In a larger image `learned` and `sine`
+# face is; the other schemes have to learn as much. In a larger image `learned` and `sine`
 # are resized; with `rope` a step is the same turn, but offsets may be longer than any before.
 
 def rotation(rows, cols, d, device):
@@ -351,14 +351,14 @@ class ViT(nn.Module):
         for convolution in self.patch_embed.stem[::3]:
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
         # Each branch ends in zeros, so every block begins as the identity. These matrices learn all
-        # the same, as their inputs are not 0.
+        # the same, as their inputs are not 0; what comes before them learns from step 1 on.
         for block in self.blocks:
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp.fc2.weight)
         nn.init.normal_(self.head.weight, std=0.02)     # small: classes are about equally likely
-        nn.init.normal_(self.cls_token, std=0.02)       # small: what it reads soon outweighs it
+        nn.init.normal_(self.cls_token, std=0.02)       # in the sum, what it reads outweighs it
         nn.init.zeros_(self.pos_embed)
-        # Waves have deviation sqrt(1/2) = 0.71, halved 0.35: about a third of the patches.
+        # Waves have size sqrt(1/2) = 0.71 (root mean square), halved 0.35: a third of the patches.
         if self.config.pos_embed in ("learned", "sine"):
             self.pos_embed[0, 1:] = sincos_positions(*self.grid, self.config.dim) / 2
 
@@ -389,7 +389,7 @@ class ViT(nn.Module):
 #
 # So at these sizes the N^2 of attention is a small part. A block has 4D^2 + 8D^2 parameters in its
 # attention and MLP, all blocks 12 L D^2. Twice the depth doubles parameters and cost, twice the
-# width quadruples both; twice the tokens cost two to four times as much, but add only positions.
+# width quadruples both; twice the tokens cost two to four times as much, for a few more positions.
 #
 # Why a ViT needs more data than a CNN. A CNN has two assumptions built in (its inductive bias):
 # what matters is near (locality), and it looks the same wherever it lies (weight sharing). A ViT
@@ -400,8 +400,8 @@ class ViT(nn.Module):
 # trains a CNN (1512.03385) by AdamW: 83 % after 5 epochs of CIFAR-10 as JPEG files, the ViT 75 %.
 
 # ---- 6. Altered copies ---------------------------------------------------------------------------
-# All images of a data set lie in two uint8 tensors on the device that trains (CIFAR-10: 184 MB),
-# and are altered there: no worker processes to wait for, and one seed draws all that is random.
+# All images of a data set, for training and test, are two uint8 tensors on the device that trains
+# (CIFAR-10: 184 MB), and are altered there: no worker processes to wait for, one seed for all.
 
 @dataclass
 class Data:
@@ -432,11 +432,11 @@ class Data:
 # Halfway between two pictures the answer should be halfway too. CutMix (1905.04899) pastes a
 # rectangle of x_j into x_i instead; lambda is the share of the area that is left to x_i, and mixes
 # the labels likewise: a part that can be seen should be enough. lambda is drawn once a batch from
-# Beta(alpha, alpha), from 0 to 1: for alpha = 1 evenly, for smaller alpha more often near the ends.
+# Beta(alpha, alpha), from 0 to 1: evenly for alpha = 1 (CutMix), nearer the ends for 0.8 (MixUp).
 #
 # How much of policy and mix? In a short run a model hardly learns even the plain images; in a long
-# one it would know them by heart. So their strength grows with the length of the run, from none at
-# 10 epochs to full at 70 (beyond 25 the rule has not been measured). At full strength every image
+# one it would know them by heart. So they come more often the longer the run is, from never at 10
+# epochs to full use at 70 (beyond 25 the rule has not been measured). In full use every image
 # gets the policy and half of the batches are mixed; the other half keeps whole images in sight. In
 # the last tenth of a run nothing is mixed: the model ends on images that have one label each. The
 # built-in `shapes`, told apart by colour and lying everywhere already, are only flipped.
@@ -478,23 +478,23 @@ def augment(images, labels, data, policy_prob=0.0, mix_prob=0.0):
     return x, labels
 
 # ---- 7. Optimisation -----------------------------------------------------------------------------
-# AdamW (1711.05101), PyTorch's, divides the running mean of each weight's gradient by the root of
-# the running mean of its square, its usual size: every weight moves at about the same pace.
+# AdamW (1711.05101), PyTorch's, divides the running mean of each weight's gradient by its usual
+# size, the root of the running mean of its square: every weight moves at about the same pace.
 #
 # Muon (Keller Jordan, 2024; 2502.16982) takes the gradient of a matrix as a whole. A matrix
 # stretches some directions of its input more than others; by how much, its singular values say. In
 # a gradient a few directions are strong and most are weak, and a plain step would learn little but
-# the strong ones. Muon makes all singular values about 1, so that the rare directions are learned
+# the strong ones. Muon makes all singular values about 1, so that the weak directions are learned
 # as well: G = U S V^T (as PyTorch stores it, outputs x inputs) becomes U V^T. V holds directions
 # that come in, U those that go out, S how far each is stretched (singular value decomposition). To
-# compute these at each step would be slow, but a polynomial of G acts on S alone:
+# compute these at each step would be slow. But X X^T X = U S^3 V^T: a polynomial acts on S alone:
 #
 #     X <- a X + b (X X^T) X + c (X X^T)^2 X      takes each s to      a s + b s^3 + c s^5
 #
-# X begins as G over the root of the sum of its squares, so that no s is above 1. Five rounds with
-# the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough. G itself
-# is the running mean of the gradient, pushed a little ahead (Nesterov). A tall matrix
-# (rows > columns) has its numbers spread thinner: its step is sqrt(rows / columns) times as long.
+# X begins as G over the root of the sum of its squares (all s^2): no s is above 1. Five rounds with
+# the numbers below then bring all but the smallest s to between 0.7 and 1.2, near enough. Here G is
+# not one gradient but their running mean, the newest mixed in again (Nesterov). In a tall matrix
+# (rows > columns) the rows of U V^T are short: its step is sqrt(rows / columns) times as long.
 # The numbers in a step are about 1 / sqrt(D), AdamW's nearer to 1, so Muon's rate is the larger.
 #
 # Muon gets the blocks' matrices. A vector has one singular value, its length, and nothing to even
@@ -541,7 +541,7 @@ class Muon(torch.optim.Optimizer):
 
 # Weight decay takes rate * decay * w off each weight w at each step, so that only what the data
 # keep asking for stays large. This suits matrices, whose size is how strongly they mix. Biases and
-# the scales of LayerNorm set levels, `cls_token` and `pos_embed` are inputs: these are left alone.
+# the scales of LayerNorm set levels; `cls_token` and `pos_embed` are inputs: all are left alone.
 
 def layers_above(name, depth):
     """How many layers are above that of a parameter: head 0, last block 1, patches depth + 1."""
@@ -550,7 +550,7 @@ def layers_above(name, depth):
     return 0 if name.startswith(("norm.", "head.")) else depth + 1
 
 def make_optimizers(model, config, dtype=torch.float32):
-    """AdamW and Muon, or AdamW alone: a list. Every group notes its highest rate as "peak"."""
+    """AdamW and Muon, or AdamW alone: a list. config: Recipe (section 8). "peak": highest rate."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     in_blocks = {p for block in blocks for p in block.parameters()}
     qkv = {block.attn.qkv.weight for block in blocks}
@@ -565,15 +565,15 @@ def make_optimizers(model, config, dtype=torch.float32):
     adamw, muon = ([{"params": group, "peak": peak, "weight_decay": config.weight_decay * matrix,
                      "chunks": [3 if p in qkv else 1 for p in group]}
                     for (by_muon, matrix, peak), group in groups.items() if by_muon == kind]
-                   for kind in (False, True))
-    adamw.sort(key=lambda group: group["weight_decay"] == 0)            # the matrices first
+                   for kind in (False, True))                           # AdamW's, then Muon's
+    adamw.sort(key=lambda group: group["weight_decay"] == 0)            # as in older checkpoints
     fast = dtype if dtype == torch.bfloat16 else torch.float32          # fp16: too small a range
     return [torch.optim.AdamW(adamw)] + ([Muon(muon, dtype=fast)] if muon else [])
 
 # The learning rate rises along a line, because at first the direction changes fast and the running
 # means rest on few samples: full steps could go far in a wrong direction. Then it falls along half
 # a cosine, which stays high for long and ends flat: at a constant rate the weights keep jumping
-# about in the valley; small steps let them settle. A resumed run need only know the step.
+# about in the valley; small steps let them settle. A rate needs only the step: runs can resume.
 
 def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
     """The rate at `step`, counted from 0. It is peak / (warmup_steps + 1) at step 0 and peak at
@@ -596,7 +596,7 @@ def learning_rate(step, total_steps, warmup_steps, peak, final=0.0):
 #
 # Two optimizers, one scaler. The scaler notes for each optimizer whether its gradients were finite,
 # and would let the other step. But clipping divides all gradients by one length: a single NaN in
-# Muon's makes that length NaN, and with it AdamW's gradients. So both step or neither.
+# Muon's makes that length NaN, and with it AdamW's gradients. So with fp16 both step or neither.
 
 def update(loss, model, optimizers, scaler, clip):
     """One step of all optimizers; returns the gradient's length. Without fp16 the scaler is off."""
@@ -625,13 +625,13 @@ class Recipe:
     warmup: float = 0.1             # share of the run in which the rate rises
     label_smoothing: float = 0.1    # share of a target that is spread over all classes
     clip: float = 1.0               # largest length of the gradient
-    freeze: int = 0                 # the patch embedding and so many blocks keep their weights
+    freeze: int = 0                 # so many blocks, and all before them, keep their weights
     layer_decay: float = 1.0        # rate of a layer / rate of the layer above it
     patience: int = 0               # end when the held-out loss has not fallen for so many epochs
     seed: int = 0                   # fixes all that is random
 
 # The loss is the cross-entropy, -ln of the probability that the model gives to the right class: 0
-# if it is certain and right, ln K if it has no idea. So the first loss is just above ln K, 2.30 for
+# if it is certain and right, ln K if it has no idea. So the first loss is about ln K, 2.30 for
 # ten classes, as the head begins near 0. In training the target is softened: 0.9 for the right
 # class and 0.1 spread over all, itself too (label smoothing). Against a hard target a model is
 # never done: it can always lower its loss by driving the logits of what it knows further apart.
@@ -653,14 +653,14 @@ def evaluate(model, data, dtype, batch_size, part=()):
     correct = logits.argmax(dim=1) == labels                                            # (n,)
     return F.cross_entropy(logits, labels).item(), correct.float().mean().item()
 
-# Fine-tuning (`--init`; paper, section 3.2). A model that assumes little must see much. But fur and
-# wheels look alike in all photographs: who has a hundred begins from weights that learned from a
+# Fine-tuning (`--init`; paper, section 3.2). A model that assumes little must see much. But fur is
+# fur in all photographs, wheels are wheels: who has a hundred begins from what was learned from a
 # million others, and goes on at small rates. Two things change. For another grid the positions are
-# resized like an image: near stays near. The head begins anew: its rows are the old classes.
+# resized like an image: near stays near. The head begins anew: its rows stood for the old classes.
 #
 # Lower layers hold what is general, upper ones what the old classes asked for. So rates may fall
 # from the head down (`--layer-decay`), or lower blocks stay as they are (`--freeze`): below the
-# first block that learns no gradient is computed, which saves up to two thirds of the time.
+# first block that learns no gradient is computed, and gradients are two thirds of the work.
 #
 # Few images are soon known by heart. `--patience` sets a tenth of them apart, ends the run when the
 # loss on these no longer falls, and keeps the weights of its lowest point. The price: the cosine is
@@ -669,15 +669,15 @@ def evaluate(model, data, dtype, batch_size, part=()):
 # Now the epoch. A `Run` (section 12) holds what changes while training: model, optimizers, scaler,
 # and the history, a dict of figures for each epoch. The random numbers depend on seed, epoch and
 # process alone: resumed after epoch 3, a run draws in epoch 4 what it would have drawn anyway. To
-# read the loss is to wait for the GPU. So it is read at every twentieth step there, and checked:
+# read the loss is to wait for a GPU. So there it is read at every twentieth step only, and checked:
 # once it is not finite, all further steps are wasted. `log` (section 10) prints the status line;
 # that of step 21 stays, to tell early how long the run will take.
 #
 # Several GPUs. `torchrun --nproc-per-node M` starts M processes, each with the model on its own
 # device and every M-th image of a batch. DistributedDataParallel averages the gradients over them
-# in `backward`: as the shares are equal, that is the gradient of the whole batch, and the models
+# in `backward`: shares are equal, so it is the whole batch's gradient (BatchNorm aside); the models
 # stay equal. The order of the images must be the same in all, or an epoch would show some twice,
-# others never. The random numbers after it must differ, or all shares would be altered alike.
+# others never. The numbers drawn after the order must differ, or all shares are altered alike.
 
 def train_epoch(run, data, config, dtype):
     """One pass over the training images in a new order: mean loss, accuracy, images a second."""
@@ -719,7 +719,7 @@ def train_epoch(run, data, config, dtype):
             refuse(not math.isfinite(mean_loss),
                    f"the training loss is {mean_loss} at step {step}; {ADVICE}")
             log(f"epoch {epoch + 1}/{config.epochs}  step {i + 1}/{steps}  loss {mean_loss:.3f}  "
-                f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # Muon's, if it is used
+                f"rate {group['lr']:.1e}  {B / pace:,.0f} images/s  "    # the last group's: Muon's
                 f"{pace * (total_steps - step - 1) / 60:.1f} min left", status=step != 20)
     return mean_loss, accuracy, B / pace
 
@@ -756,7 +756,7 @@ def train(run, data, config, dtype):
 # Where did the model look? Three answers, each of which takes in more than the last. They use the
 # weights A of section 3, (B, h, N, N) for every block, and give a number for every patch. The
 # first, CLS attention, is what the class token (CLS, token 0) took from each patch in block l: the
-# row A_l[head, 0, 1:] of each head. But these tokens had read others in the blocks before.
+# row A_l[:, head, 0, 1:] of each head. But the patches had themselves read others in blocks before.
 #
 # Rollout (Abnar and Zuidema, 2005.00928) follows that back. It assumes that half of what leaves a
 # block came through the residual connection and half through attention:
@@ -797,8 +797,8 @@ def attention_rollout(attention):
 #     G_l = mean over heads of max(0, dy_c/dA_l * A_l), number by number
 #     R = I;  then R <- R + G_l R for l = 1 ... L
 #
-# In R + G_l R, the R alone is the residual connection. Of the three maps only this one can tell
-# classes apart. It sees no evidence against a class, and of the MLPs no more than their gradient.
+# In R + G_l R, the R alone is the residual connection. Through the gradient, values, MLPs and head
+# count, so only this one of the three maps can tell classes apart. It sees no evidence against one.
 
 def relevance_matrix(attention, gradients):
     """attention, gradients: L tensors (B, h, N, N), block 1 first; returns R (B, N, N)."""
@@ -808,8 +808,8 @@ def relevance_matrix(attention, gradients):
     return R
 
 def relevance(model, images, target):
-    """How much each patch speaks for a class: (B, N-1) float32, not normalised. images (B, C, H, W)
-    normalised; target: a class index, or int64 (B,). In float32 and eval mode, on a copy."""
+    """How much each patch speaks for a class: (B, N-1) float32, unscaled. images (B, C, H, W) from
+    `normalise`; target: a class index, or int64 (B,). In float32 and eval mode, on a copy."""
     model = deepcopy(model).float().eval()
     images = images.detach().float().requires_grad_()       # a graph, even for a frozen model
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
@@ -821,12 +821,12 @@ def relevance(model, images, target):
 
 # What no such map can prove is why the model answered as it did (Jain and Wallace, 1902.10186).
 # Take two heads that put all their attention on one patch. One adds the value found there to the
-# class token, the other subtracts it: both maps are high there, yet the patch moves no logit. Or
+# class token, the other subtracts it: every map is high there, yet the patch moves no logit. Or
 # take a patch of sky in which an earlier block stored what it found elsewhere: where something is
 # read is not always where it was seen. To test a map, change the image there and watch the logits.
 #
-# The last measure needs no image in particular: how far does each head look? It is the mean
-# distance from a patch to those it reads, weighted by attention (paper, figure 7). Expect near and
+# The last measure is taken over many images: how far does each head look? It is the mean distance
+# from a patch to the patches it reads, weighted by attention (paper, figure 7). Expect near and
 # far side by side in the first blocks, where a convolution has only near.
 
 def attention_distance(attention, grid, patch_size):
