@@ -663,7 +663,7 @@ def test_ctrl_c_leaves_the_last_checkpoint(monkeypatch, capsys):
         assert cli(command) == 130
         out = capsys.readouterr().out
         assert says in out.splitlines()[-1]
-        assert ("note: vit.csv could not be written: Is a directory" in out) == ("--epochs" in command)
+        assert ("note: vit.csv cannot be written: Is a directory;" in out) == ("--epochs" in command)
     assert vit.load_checkpoint("vit.pt")["epoch"] == 1
 
 # ---- Checkpoints ----------------------------------------------------------------------------------
@@ -708,9 +708,9 @@ def test_a_full_disk_and_a_full_memory(monkeypatch, capsys):
     files = {path: path.read_bytes() for path in Path().iterdir()}
     memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 3 * 10**8
     for kind, most, command, says in (
-            (resource.RLIMIT_FSIZE, 50_000, "train --resume vit.pt --epochs 2", "vit.pt could not be written"),
-            (resource.RLIMIT_FSIZE, 50_000, f"{SHAPES} --epochs 1", "vit.pt could not be written"),
-            (resource.RLIMIT_FSIZE, 50_000, look, "test_0_attention.png could not be written"),
+            (resource.RLIMIT_FSIZE, 50_000, "train --resume vit.pt --epochs 2", "vit.pt cannot be written"),
+            (resource.RLIMIT_FSIZE, 50_000, f"{SHAPES} --epochs 1", "vit.pt cannot be written"),
+            (resource.RLIMIT_FSIZE, 50_000, look, "test_0_attention.png cannot be written"),
             (resource.RLIMIT_AS, memory, f"{SHAPES} --image-size 64 --patch-size 2 --batch-size 160", "--batch-size")):
         limits = resource.getrlimit(kind)
         resource.setrlimit(kind, (most, limits[1]))
@@ -1029,7 +1029,7 @@ BAD = {     # the beginning of a command: how it goes on, and what the sentence 
         ("--mlp-ratio 0.1 --dim 9", "--mlp-ratio"), ("--model cnn", "cnn"), ("--label-smoothing 1", "--label"),
         ("--device cuda", "--device cuda"), ("--out no/where.pt", "no/where.pt"), ("--out file/x.pt", "file"),
         ("--out good", "good"), (f"--out {'x' * 300}.pt", "too long"), ("--out vit.pt/", "vit.pt/")],
-    "train --data ": [("nowhere", "nowhere"), ("flat", "train/CLASS"), ("bare", "bare/train"), ("hollow", "bird"),
+    "train --data ": [("nowhere", "nowhere"), ("''", "CLASS"), ("flat", "train/CLASS"), ("bare", "bare/train"), ("hollow", "bird"),
         ("good", "--batch-size 128"), ("lonely --batch-size 2", "one class"), ("odd --batch-size 2", "cow"),
         ("bad --batch-size 2", "2 of 16 files cannot be read as images: bad/train/dog/1.png, bad/train/dog/3.png;"),
         ("shapes --image-size 512", "256"), ("good --batch-size 2 --image-size 65536 --patch-size 512", "192 GiB")],
